@@ -1,0 +1,1 @@
+"""Safetensors checkpoints: sources and their headers, lazy tensors, names, the layout and writing of files."""

@@ -1,0 +1,1 @@
+"""The export: tensors, configuration files, side files, verification, and the way to the final path."""

@@ -1,0 +1,1 @@
+"""What is quantized with what: recipes, number formats, quantizers, statistics, algorithms."""

@@ -1,0 +1,88 @@
+"""The calibration loop: batches through the model, statistics committed batch by batch.
+
+The batch size is chosen by memory arithmetic. If memory runs out all the same, a single process halves the batch,
+repeats it and says so; what the failed batch had recorded is discarded. The loop does not know what is recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from hf_ptq.data.rows import batches
+from hf_ptq.errors import Problem, RunError
+from hf_ptq.report import Report
+
+Forward = Callable[[Mapping[str, torch.Tensor]], Any]
+MAX_BATCH_ROWS = 64
+
+
+class Recorder(Protocol):
+    """What is recorded during a batch: kept when the batch finished, dropped when it failed."""
+
+    def commit(self) -> None:
+        """Keep the batch."""
+
+    def discard(self) -> None:
+        """Drop the batch."""
+
+
+def choose_batch_size(num_rows: int, row_tokens: int, token_bytes: int, free_bytes: int) -> tuple[int, str]:
+    """(rows per batch, the arithmetic in words): half of the free memory, at most 64 rows.
+
+    `token_bytes`: the largest activations that one token needs at a time.
+    """
+    fitting = max(1, free_bytes // 2 // max(1, row_tokens * token_bytes))
+    size = max(1, min(num_rows, fitting, MAX_BATCH_ROWS))
+    reason = (
+        f"{row_tokens} tokens x {token_bytes / 2**10:.0f} KiB a row, {free_bytes / 2**30:.2f} GiB free: "
+        f"{fitting} rows fit in half of it"
+    )
+    return size, reason
+
+
+@torch.no_grad()
+def run_calibration(
+    forward: Forward,
+    rows: Sequence[torch.Tensor],
+    batch_size: int,
+    device: torch.device,
+    recorder: Recorder,
+    report: Report,
+) -> None:
+    """Run every row once. `rows`: 1-D int64 token ids on the CPU.
+
+    Raises RunError when not even one row fits into memory.
+    """
+    tokens = sum(len(row) for row in rows)
+    with report.progress("calibrate", tokens, "tokens") as advance:
+        queue = list(batches(rows, batch_size))[::-1]
+        while queue:
+            batch = queue.pop()
+            try:
+                forward({"input_ids": batch.to(device, non_blocking=True)})
+            except (torch.OutOfMemoryError, MemoryError) as error:
+                recorder.discard()
+                queue += _halve(batch, queue, error, report)
+                continue
+            recorder.commit()
+            advance(batch.numel())
+
+
+def _halve(batch: torch.Tensor, queue: list[torch.Tensor], error: BaseException, report: Report) -> list[torch.Tensor]:
+    """The batch in two halves, in the order in which they are popped; batches still to come are halved as well."""
+    rows = batch.shape[0]
+    if rows == 1:
+        raise RunError(
+            Problem(
+                f"out of memory in calibration with one row of {batch.shape[1]} tokens: {error}",
+                "lower --calib_seq or use a device with more memory",
+            )
+        ) from error
+    size = (rows + 1) // 2
+    report.warn(f"out of memory with {rows} rows a batch; the batch is repeated with {size} (--batch_size {size})")
+    torch.cuda.empty_cache()
+    queue[:] = [half for later in queue for half in reversed(later.split(size))]
+    return list(reversed(batch.split(size)))

@@ -1,0 +1,21 @@
+"""What a calibration algorithm consists of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from hf_ptq.quantization.quantizer import Quantizer
+from hf_ptq.quantization.statistics import Statistics, StatisticSpec
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """`statistics`: what the quantizers need; `start`: observers on; `finish`: totals -> ranges, observers off.
+
+    `finish` returns warnings and raises RunError where a range cannot be had.
+    """
+
+    statistics: Callable[[Mapping[str, Quantizer]], list[StatisticSpec]]
+    start: Callable[[Mapping[str, Quantizer], Statistics], None]
+    finish: Callable[[Mapping[str, Quantizer], Statistics], list[str]]

@@ -1,0 +1,78 @@
+"""Max calibration: the range of an activation is the largest magnitude seen.
+
+    amax = max over all tokens of |x|
+
+Formats that scale at run time, or with a constant, need nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+from hf_ptq.errors import Problem, RunError
+from hf_ptq.quantization.algorithms.algorithm import Algorithm
+from hf_ptq.quantization.quantizer import Quantizer
+from hf_ptq.quantization.statistics import Statistics, StatisticSpec
+
+
+def _calibrated(quantizers: Mapping[str, Quantizer]) -> dict[str, Quantizer]:
+    return {key: quantizer for key, quantizer in quantizers.items() if quantizer.format.needs_data}
+
+
+def _seen_key(key: str) -> str:
+    return f"{key} tensors seen"
+
+
+def _statistics(quantizers: Mapping[str, Quantizer]) -> list[StatisticSpec]:
+    specs = []
+    for key, quantizer in _calibrated(quantizers).items():
+        size, group = (1, "data") if quantizer.num_experts is None else (quantizer.num_experts, "expert")
+        specs += [StatisticSpec(key, size, "max", group), StatisticSpec(_seen_key(key), size, "sum", group)]
+    return specs
+
+
+def _start(quantizers: Mapping[str, Quantizer], statistics: Statistics) -> None:
+    for key, quantizer in _calibrated(quantizers).items():
+        quantizer.start_observing(statistics.pending(key), statistics.pending(_seen_key(key)))
+
+
+def _finish(quantizers: Mapping[str, Quantizer], statistics: Statistics) -> list[str]:
+    """Ranges from totals; returns warnings (inputs that were all zero).
+
+    Raises RunError naming activations with NaN or infinity, and linears that were never called.
+    """
+    calibrated = _calibrated(quantizers)
+    for key, quantizer in calibrated.items():
+        quantizer.stop_observing(statistics.total(key), statistics.total(_seen_key(key)))
+    if not calibrated:
+        return []
+    ranges = torch.stack([statistics.total(key).amax() for key in calibrated]).tolist()
+    seen = torch.stack([statistics.total(_seen_key(key)).sum() for key in calibrated]).tolist()
+    problems: list[Problem] = []
+    warnings: list[str] = []
+    for key, amax, count in zip(calibrated, ranges, seen, strict=True):
+        if not math.isfinite(amax):
+            problems.append(
+                Problem(
+                    f"the input of {key} held NaN or infinity during calibration",
+                    "run the model unquantized on this data, or leave this module out of the recipe",
+                )
+            )
+        elif count == 0:
+            problems.append(
+                Problem(
+                    f"{key} was never called during calibration, so its input has no range",
+                    "leave this module out of the recipe (enable: false)",
+                )
+            )
+        elif amax == 0:
+            warnings.append(f"the input of {key} was zero in every calibration token; its scale is 1.0")
+    if problems:
+        raise RunError(*problems)
+    return warnings
+
+
+MAX = Algorithm(_statistics, _start, _finish)

@@ -1,0 +1,83 @@
+"""Quantizers on a model: attached to modules by the assignment, switched together.
+
+An input quantizer is a submodule `input_quantizer` of its linear, called by a forward pre-hook; stacked experts hold
+one for each of their two products, called by `model/experts.py`. No class is swapped
+and no forward replaced, so that what others put there (sharding, expert dispatch) stays in force.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_ptq.model.attention import K_QUANTIZER, V_QUANTIZER, attention_modules, use_our_attention
+from hf_ptq.model.experts import DOWN_INPUT_QUANTIZER, INPUT_QUANTIZER
+from hf_ptq.quantization.assignment import Assignment
+from hf_ptq.quantization.quantizer import Mode, Quantizer
+
+
+def attach_quantizers(model: PreTrainedModel, assignment: Assignment) -> dict[str, Quantizer]:
+    """Quantizers of all activations, switched off: by input key for linears, by module name for keys and values.
+
+    The model then runs our experts, and our attention where keys and values are quantized.
+    """
+    quantizers = _attach_input_quantizers(model, assignment) | _attach_kv_quantizers(model, assignment)
+    if assignment.kv is not None:
+        use_our_attention(model)
+    return quantizers
+
+
+def _attach_input_quantizers(model: nn.Module, assignment: Assignment) -> dict[str, Quantizer]:
+    quantizers: dict[str, Quantizer] = {}
+    for weight in assignment.quantized:
+        if weight.input is None:
+            continue
+        view = weight.view
+        quantizer = quantizers.get(weight.input_key)
+        if quantizer is None:
+            experts = len(view.modules) if view.is_stacked else None
+            quantizer = quantizers[weight.input_key] = Quantizer(weight.input_key, weight.input, experts)
+        module = model.get_submodule(view.owner)
+        if view.is_stacked:
+            is_down = view.parameter.endswith(".down_proj")
+            module.add_module(DOWN_INPUT_QUANTIZER if is_down else INPUT_QUANTIZER, quantizer)
+        else:
+            module.add_module(INPUT_QUANTIZER, quantizer)
+            module.register_forward_pre_hook(_quantize_input)
+    return quantizers
+
+
+def _attach_kv_quantizers(model: nn.Module, assignment: Assignment) -> dict[str, Quantizer]:
+    quantizers: dict[str, Quantizer] = {}
+    if assignment.kv is None:
+        return quantizers
+    for name, module in attention_modules(model).items():
+        for leaf, number_format in zip((K_QUANTIZER, V_QUANTIZER), assignment.kv, strict=True):
+            quantizers[f"{name}.{leaf}"] = quantizer = Quantizer(f"{name}.{leaf}", number_format)
+            module.add_module(leaf, quantizer)
+    return quantizers
+
+
+def _quantize_input(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    quantizer: Any = module.input_quantizer
+    return (quantizer(arguments[0]), *arguments[1:])
+
+
+@contextmanager
+def quantizing(quantizers: Iterable[Quantizer]) -> Iterator[None]:
+    """Activations are rounded inside the block, as a server does; statistics are off."""
+    switched = list(quantizers)
+    _set_mode(switched, "quantize")
+    try:
+        yield
+    finally:
+        _set_mode(switched, "off")
+
+
+def _set_mode(quantizers: Iterable[Quantizer], mode: Mode) -> None:
+    for quantizer in quantizers:
+        quantizer.mode = mode

@@ -1,0 +1,217 @@
+"""From a recipe and a model without weights to a decision for every linear: the assignment.
+
+Pure: names, shapes and rules in; formats, exclusions and complaints out. Everything after this asks the assignment
+and no longer the recipe. It costs no memory, so that a recipe is judged before anything is loaded.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from hf_ptq.errors import Problem, UserError
+from hf_ptq.model.views import WeightView
+from hf_ptq.quantization.formats.description import FORMATS, NumberFormat
+from hf_ptq.quantization.groups import fused_groups
+from hf_ptq.quantization.modules import class_names, kind_of
+from hf_ptq.quantization.recipe import Recipe, Rule
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """A view that is quantized: with which formats, in which fused group, by which rule."""
+
+    view: WeightView
+    weight: NumberFormat
+    input: NumberFormat | None
+    group: str  # fused group or the module itself: members share the global weight scale and the input scale
+    rule: str
+
+    @property
+    def input_key(self) -> str:
+        """Names the activation that this weight is multiplied with: one statistic serves all weights of a key."""
+        return self.group
+
+    @property
+    def scheme(self) -> tuple[str, str | None]:
+        """(weight format, input format)."""
+        return self.weight.name, self.input.name if self.input else None
+
+
+@dataclass(frozen=True)
+class LeftAlone:
+    """A linear that stays as it is, and why."""
+
+    module: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What is quantized with what. `kv`: the format of keys and of values, None where they stay as they are."""
+
+    quantized: tuple[QuantizedWeight, ...]
+    left_alone: tuple[LeftAlone, ...]
+    kv: tuple[NumberFormat, NumberFormat] | None
+    warnings: tuple[str, ...]
+
+    @property
+    def needs_data(self) -> bool:
+        """True where some activation's range has to be calibrated."""
+        return any(q.input is not None and q.input.needs_data for q in self.quantized)
+
+    @property
+    def by_module(self) -> dict[str, QuantizedWeight]:
+        """Source module name -> the quantized weight that it belongs to."""
+        return {module: q for q in self.quantized for module in q.view.modules}
+
+
+def assign(recipe: Recipe, model: nn.Module, views: Sequence[WeightView]) -> Assignment:
+    """Decide every linear of `views`.
+
+    Raises UserError with all reasons: the recipe quantizes nothing, it splits a fused group, or a shape that a
+    format cannot take splits one.
+    """
+    modules = dict(model.named_modules())
+    decisions = {view: _decide(recipe, view, modules) for view in views}
+    groups = _groups(views)
+    quantized, left, warnings = _apply_shapes(decisions, groups)
+    problems = _split_groups(groups, {m for q in quantized for m in q.view.modules}, quantized)
+    if not quantized:
+        problems.append(
+            Problem(
+                f"recipe {recipe.name} quantizes nothing in {type(model).__name__}",
+                f"its patterns match none of {len(views)} linears; the names are e.g. {_examples(views)}",
+            )
+        )
+    if problems:
+        raise UserError(*problems)
+    warnings += _unmatched(recipe, modules, views)
+    return Assignment(tuple(quantized), tuple(left), _decide_kv(recipe), tuple(warnings))
+
+
+@dataclass(frozen=True)
+class _Formats:
+    """What the last rule that matches a view gives it."""
+
+    weight: NumberFormat
+    input: NumberFormat | None
+    rule: str
+
+
+def _decide(recipe: Recipe, view: WeightView, modules: Mapping[str, nn.Module]) -> _Formats | str:
+    """The formats of the last rule that matches, or the reason why the view is left alone."""
+    owner = modules[view.owner]
+    names = _names(view)
+    found: tuple[Rule, str] | None = None
+    for rule in recipe.rules:
+        pattern = _matching_pattern(rule, names, owner)
+        if rule.decides_linears and pattern is not None:
+            found = rule, pattern
+    if found is None:
+        return "no rule matches"
+    rule, pattern = found
+    classes = [name for name in class_names(owner) if name in rule.parent_class]
+    origin = pattern + (f" in {classes[0]}" if classes else "")
+    if rule.weight is None:
+        return f"off by {origin}"
+    if not view.is_stacked and kind_of(owner) is None:
+        return f"{type(owner).__name__} is no kind that can be quantized"
+    return _Formats(FORMATS[rule.weight], FORMATS[rule.input] if rule.input else None, origin)
+
+
+def _names(view: WeightView) -> tuple[str, ...]:
+    """What patterns are compared with: the source's names and the model's own."""
+    own = view.parameter.removesuffix(".weight")
+    return (*view.modules, own, *((f"{view.owner}.{view.leaf}",) if view.is_stacked else ()))
+
+
+def _matching_pattern(rule: Rule, names: Sequence[str], owner: nn.Module) -> str | None:
+    if rule.parent_class and not set(rule.parent_class) & set(class_names(owner)):
+        return None
+    return next((p for p in rule.pattern if any(fnmatchcase(name, p) for name in names)), None)
+
+
+def _groups(views: Sequence[WeightView]) -> dict[str, tuple[str, ...]]:
+    """Fused groups over the source's names, experts included (one group an expert)."""
+    return fused_groups(module for view in views for module in view.modules)
+
+
+def _apply_shapes(
+    decisions: Mapping[WeightView, _Formats | str], groups: Mapping[str, tuple[str, ...]]
+) -> tuple[list[QuantizedWeight], list[LeftAlone], list[str]]:
+    """Views whose inputs a format cannot take are left alone, with a warning."""
+    group_of = {member: group for group, members in groups.items() for member in members}
+    quantized: list[QuantizedWeight] = []
+    left: list[LeftAlone] = []
+    warnings: list[str] = []
+    for view, decision in decisions.items():
+        if isinstance(decision, str):
+            left += [LeftAlone(module, decision) for module in view.modules]
+            continue
+        weight = decision.weight
+        if view.shape[1] % weight.input_multiple:
+            reason = f"{view.shape[1]} inputs are no multiple of {weight.input_multiple}, as {weight.name} needs"
+            left += [LeftAlone(module, reason) for module in view.modules]
+            warnings.append(f"{view.modules[0]} is left unquantized: {reason}")
+            continue
+        group = _group_name(view, group_of)
+        quantized.append(QuantizedWeight(view, weight, decision.input, group, decision.rule))
+    return quantized, left, warnings
+
+
+def _group_name(view: WeightView, group_of: Mapping[str, str]) -> str:
+    """The fused group of a view, without the expert's number for stacked ones: ...experts.gate_up_proj."""
+    group = group_of.get(view.modules[0], view.modules[0])
+    return f"{view.stack}.{group.rpartition('.')[2]}" if view.is_stacked else group
+
+
+def _split_groups(
+    groups: Mapping[str, tuple[str, ...]], inside: set[str], quantized: Sequence[QuantizedWeight]
+) -> list[Problem]:
+    """Fused groups of which only some members are quantized, or not all alike."""
+    schemes = {module: q.scheme for q in quantized for module in q.view.modules}
+    problems = []
+    for members in groups.values():
+        present = [m for m in members if m in inside]
+        if present and (len(present) < len(members) or len({schemes[m] for m in present}) > 1):
+            shown = ", ".join(
+                f"{m}: {'/'.join(map(str, schemes[m])) if m in schemes else 'unquantized'}" for m in members
+            )
+            problems.append(
+                Problem(
+                    f"servers fuse these, so they need one format: {shown}",
+                    "change the recipe so that all members of the group match the same rule",
+                )
+            )
+    return problems[:5]
+
+
+def _decide_kv(recipe: Recipe) -> tuple[NumberFormat, NumberFormat] | None:
+    """Formats of keys and values: the last rule that decides them for all attention layers."""
+    found: tuple[NumberFormat, NumberFormat] | None = None
+    for rule in recipe.rules:
+        if rule.k is not None and rule.v is not None:
+            found = FORMATS[rule.k], FORMATS[rule.v]
+    return found
+
+
+def _unmatched(recipe: Recipe, modules: Mapping[str, nn.Module], views: Sequence[WeightView]) -> list[str]:
+    """Patterns of the recipe that match no module, unless their rule is optional."""
+    names = {name for view in views for name in _names(view)} | set(modules)
+    return [
+        f"recipe {recipe.name}: pattern {pattern!r} matches no module"
+        for rule in recipe.rules
+        if not rule.optional
+        for pattern in rule.pattern
+        if not any(fnmatchcase(name, pattern) for name in names)
+    ]
+
+
+def _examples(views: Sequence[WeightView]) -> str:
+    leaves = Counter(view.leaf for view in views)
+    return ", ".join(next(v.modules[0] for v in views if v.leaf == leaf) for leaf in list(leaves)[:4])

@@ -1,0 +1,50 @@
+"""What the arithmetic of a number format consists of: pure functions on tensors and small dicts of tensors.
+
+The dict holds what is stored for one weight, by the names that the tensors have behind the module's name. Leading
+dimensions are stacked matrices (experts): every function treats [E, out, in] as E matrices with states of their own.
+No function knows a module, a path or a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+Tensors = dict[str, torch.Tensor]
+Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+def _not_a_weight_format(*_: object) -> Tensors:
+    raise NotImplementedError("this format stores no weights")
+
+
+def _not_an_input_format(*_: object) -> torch.Tensor:
+    raise NotImplementedError("this format quantizes no activations")
+
+
+def _no_layout(_: tuple[int, ...]) -> Layout:
+    raise NotImplementedError("this format stores no weights")
+
+
+def _no_input_scale(_: torch.Tensor) -> torch.Tensor | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Codec:
+    """The functions of one number format.
+
+    `layout(shape)`: local name -> (dtype, shape) of what `encode` returns for a weight of that shape.
+    `encode(weight, amax)`: weight [..., out, in] of any float dtype -> the stored tensors; amax fp32, [...] for
+    formats with a scale per tensor, [..., out] for a scale per row. `decode` is its inverse, to fp32.
+    `fake_quantize(values, amax)`: activations rounded as a server rounds them. `input_scale(amax)`: the stored
+    static scale of an activation, None where scales are made at run time.
+    """
+
+    layout: Callable[[tuple[int, ...]], Layout] = _no_layout
+    encode: Callable[[torch.Tensor, torch.Tensor], Tensors] = _not_a_weight_format
+    decode: Callable[[Tensors], torch.Tensor] = _not_an_input_format
+    fake_quantize: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = _not_an_input_format
+    input_scale: Callable[[torch.Tensor], torch.Tensor | None] = _no_input_scale

@@ -1,0 +1,97 @@
+"""One quantizer per activation: observes it in calibration, rounds it afterwards.
+
+A quantizer holds its number format and its calibrated range. The state is plain tensors outside the module's
+buffers: `state_dict`, FSDP2 and the loader do not see it. Members of a fused group share one quantizer object,
+because they are multiplied with one tensor: it is reduced once (`observe` remembers which tensor it saw last).
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Literal
+
+import torch
+from torch import nn
+
+from hf_ptq.quantization.formats import codecs
+from hf_ptq.quantization.formats.description import NumberFormat
+
+Mode = Literal["off", "observe", "quantize"]
+
+
+class Quantizer(nn.Module):
+    """Quantizes one activation: a tensor [..., in], or the rows [rows, in] of all experts of a layer.
+
+    `amax`: fp32 scalar, the calibrated range; for experts the layer's largest, which is what every server reduces to.
+    `expert_amax`, `expert_rows`: fp32 [experts], the range and the number of rows of each, for the report. None
+    before calibration and for formats that need none.
+    """
+
+    def __init__(self, key: str, number_format: NumberFormat, num_experts: int | None = None) -> None:
+        super().__init__()
+        self.key = key
+        self.format = number_format
+        self.num_experts = num_experts
+        self.codec = codecs()[number_format.name]
+        self.mode: Mode = "off"
+        constant = number_format.constant_amax
+        self.amax: torch.Tensor | None = None if constant is None else torch.tensor(constant)
+        self.expert_amax: torch.Tensor | None = None
+        self.expert_rows: torch.Tensor | None = None
+        self._pending: torch.Tensor | None = None
+        self._seen: torch.Tensor | None = None
+        self._last_seen: weakref.ref[torch.Tensor] | None = None
+
+    def start_observing(self, pending: torch.Tensor, seen: torch.Tensor) -> None:
+        """From now on fold max |x| into `pending` and count tensors (rows, for experts) in `seen`.
+
+        Both are fp32 [1], or [experts].
+        """
+        self._pending, self._seen, self.mode = pending, seen, "observe"
+
+    def stop_observing(self, total: torch.Tensor, seen: torch.Tensor) -> None:
+        """Calibration is over: the range is the maximum of `total`, fp32 [1] or [experts]."""
+        self._pending = self._seen = self._last_seen = None
+        self.amax, self.mode = total.amax(), "off"
+        if self.num_experts is not None:
+            self.expert_amax, self.expert_rows = total.clone(), seen.clone()
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        """`values` as they are, or rounded as a server rounds them; same shape and dtype."""
+        if self.mode == "observe" and self._pending is not None:
+            self._observe(values)
+        elif self.mode == "quantize":
+            return self.codec.fake_quantize(values, self.amax)  # type: ignore[arg-type]
+        return values
+
+    def quantize_rows(self, values: torch.Tensor, experts: torch.Tensor, is_live: torch.Tensor) -> torch.Tensor:
+        """The same for rows [rows, in] that belong to `experts` (int64 [rows]).
+
+        All-zero rows are no tokens (expert parallelism sends one to a rank that received none) and are not counted;
+        a row with a NaN is not all zero.
+        """
+        if self.mode == "observe" and self._pending is not None:
+            assert self._seen is not None
+            low, high = values.aminmax(dim=-1)
+            amax = torch.maximum(high, -low).float()
+            is_live = is_live & (amax != 0)
+            self._pending.scatter_reduce_(0, experts, torch.where(is_live, amax, 0.0), "amax")
+            self._seen.scatter_add_(0, experts, is_live.float())
+        elif self.mode == "quantize":
+            return self.codec.fake_quantize(values, self.amax)  # type: ignore[arg-type]
+        return values
+
+    def _observe(self, values: torch.Tensor) -> None:
+        assert self._pending is not None
+        assert self._seen is not None
+        if self._last_seen is not None and self._last_seen() is values:
+            return
+        self._last_seen = weakref.ref(values)
+        low, high = values.aminmax()
+        amax = torch.maximum(high, -low).float()
+        torch.maximum(self._pending, amax, out=self._pending)  # a NaN stays
+        self._seen += 1
+
+    def extra_repr(self) -> str:
+        """Shown by print(model)."""
+        return f"{self.format.name}, {self.mode}"

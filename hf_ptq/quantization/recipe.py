@@ -1,0 +1,317 @@
+"""Recipes: ordered rules that give number formats to modules, and one calibration algorithm.
+
+A recipe is a YAML file:
+
+    description: NVFP4 experts, everything else as it is
+    rules:                                   # the last rule that matches decides
+      - {pattern: "*.experts.*", weight: nvfp4, input: nvfp4}
+      - {import: default_disabled}           # the rules of another file, at this place
+      - {pattern: "*.layers.0.*", enable: false}
+    algorithm: max
+    kv_cache: fp8_cast                       # optional; --kv_cache_qformat wins
+
+`pattern` is a case-sensitive glob (or a list of globs) on the names of modules, in the checkpoint's naming or in the
+model's own; `parent_class` narrows a rule to modules of these classes. A rule gives formats to `weight` and `input`
+(one that is not named stays unquantized), to the attention's `k` and `v`, or turns modules off. `optional: true`
+means that it is no news if a pattern matches nothing.
+
+A preset (`--qformat`) is such a file in `hf_ptq/recipes/presets`; KV presets are in `recipes/kv`, shared rules in
+`recipes/units`. This module knows names and structure only; it imports no torch, so that a refusal costs nothing.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from hf_ptq.errors import Problem, UserError
+from hf_ptq.quantization.formats.description import Role, formats_for
+
+Model = TypeVar("Model", bound=BaseModel)
+
+RECIPES_DIR = Path(__file__).resolve().parent.parent / "recipes"
+ROLE_OF_FIELD: dict[str, Role] = {"weight": "weight", "input": "input", "k": "kv", "v": "kv"}
+# Names that users know from the peer, refused by that name until they are built.
+NOT_BUILT_YET: dict[str, str] = {
+    **dict.fromkeys(("int4_awq", "w4a8_awq_beta", "nvfp4_awq_lite", "nvfp4_awq_clip", "nvfp4_awq_full"), "AWQ"),
+    **dict.fromkeys(("int8_smoothquant",), "SmoothQuant"),
+    **dict.fromkeys(("nvfp4_svdquant",), "SVDQuant"),
+    **dict.fromkeys(("nvfp4_four_over_six", "nvfp4_w4a4_weight_mse_fp8_sweep"), "the MSE search"),
+    **dict.fromkeys(("nvfp4_w4a4_weight_local_hessian",), "the local Hessian search"),
+    **dict.fromkeys(
+        (
+            "int8",
+            "int4_blockwise_weight_only",
+            "fp8_2d_blockwise_weight_only",
+            "mxfp4",
+            "mxfp6",
+            "mxfp8",
+            "mxint8",
+            "mxfp4_mlp_weight_only",
+            "w4a8_mxfp4_fp8",
+            "w4a8_nvfp4_fp8",
+            "nvfp4_mlp_weight_only",
+        ),
+        "its number format",
+    ),
+    **dict.fromkeys(
+        (
+            "nvfp4_omlp_only",
+            "nvfp4_experts_only",
+            "nvfp4_fp8_mha",
+            "mamba_moe_fp8_aggressive",
+            "mamba_moe_fp8_conservative",
+            "mamba_moe_nvfp4_aggressive",
+            "mamba_moe_nvfp4_conservative",
+        ),
+        "its recipe",
+    ),
+}
+KV_NOT_BUILT_YET = ("fp8", "fp8_affine", "nvfp4", "nvfp4_cast", "nvfp4_affine", "nvfp4_rotate")
+
+
+class Rule(BaseModel):
+    """One rule of a recipe; see the module docstring."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    pattern: tuple[str, ...]
+    parent_class: tuple[str, ...] = ()
+    weight: str | None = None
+    input: str | None = None
+    k: str | None = None
+    v: str | None = None
+    enable: bool = True
+    optional: bool = False
+
+    @field_validator("pattern", "parent_class", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("weight", "input", "k", "v")
+    @classmethod
+    def _known_format(cls, value: str | None, info: Any) -> str | None:
+        if value is not None:
+            known = formats_for(ROLE_OF_FIELD[info.field_name])
+            if value not in known:
+                raise ValueError(f"unknown format {value!r}; formats for {info.field_name} are {', '.join(known)}")
+        return value
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Rule:
+        gives = [self.weight, self.input, self.k, self.v]
+        if not self.pattern:
+            raise ValueError("pattern is empty")
+        if not self.enable and any(gives):
+            raise ValueError("a rule with enable: false cannot give formats")
+        if self.enable and not any(gives):
+            raise ValueError("a rule gives a format (weight, input, k, v) or says enable: false")
+        if self.input and not self.weight:
+            raise ValueError("input without weight: no server quantizes activations only")
+        return self
+
+    @property
+    def decides_linears(self) -> bool:
+        """True where the rule decides about weight and input."""
+        return not self.enable or self.weight is not None
+
+    @property
+    def decides_kv(self) -> bool:
+        """True where the rule decides about keys and values."""
+        return not self.enable or self.k is not None or self.v is not None
+
+
+class _File(BaseModel):
+    """A recipe file as written: rules may import other files."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    description: str = ""
+    rules: list[dict[str, Any]] = Field(default_factory=list)
+    algorithm: Literal["max"] = "max"
+    kv_cache: str | None = None
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A validated recipe with its imports in place."""
+
+    name: str
+    description: str
+    rules: tuple[Rule, ...]
+    algorithm: str = "max"
+    kv_cache: str | None = None
+    origin: str = ""  # the file, for messages
+    shipped: frozenset[int] = field(default=frozenset())  # indices of rules that came from a file of the package
+
+    def with_rules(self, more: tuple[Rule, ...]) -> Recipe:
+        """The recipe with further rules of the package (a KV preset) appended."""
+        start = len(self.rules)
+        added = frozenset(range(start, start + len(more)))
+        return Recipe(
+            self.name,
+            self.description,
+            self.rules + more,
+            self.algorithm,
+            self.kv_cache,
+            self.origin,
+            self.shipped | added,
+        )
+
+
+def load_recipe(name_or_path: str) -> Recipe:
+    """The preset of that name, or the recipe file at that path.
+
+    Raises `UserError` for an unknown name (nearest names given), for one that is not built yet, and for a file that
+    does not follow the schema (each wrong key or value named).
+    """
+    path = _find(name_or_path)
+    if path is None:
+        raise UserError(_unknown(name_or_path))
+    return _load_file(path)
+
+
+def load_kv(name: str) -> tuple[Rule, ...]:
+    """The rules of a KV-cache preset; empty for `none`. Raises `UserError` for an unknown name."""
+    if name == "none":
+        return ()
+    path = RECIPES_DIR / "kv" / f"{name}.yaml"
+    if path.is_file() and Path(name).name == name:
+        return _load_file(path).rules
+    names = [preset for preset, _ in list_kv_presets()]
+    if name in KV_NOT_BUILT_YET:
+        raise UserError(Problem(f"--kv_cache_qformat {name} is not built yet", f"use one of {', '.join(names)}"))
+    near = difflib.get_close_matches(name, names, 3, 0.4)
+    raise UserError(Problem(f"--kv_cache_qformat {name!r} is not known", f"nearest: {', '.join(near or names)}"))
+
+
+def list_presets() -> list[tuple[str, str]]:
+    """(name, description) of every preset that `--qformat` takes."""
+    return _list("presets")
+
+
+def list_kv_presets() -> list[tuple[str, str]]:
+    """(name, description) of every preset that `--kv_cache_qformat` takes."""
+    return [("none", "The KV cache stays in the model's dtype"), *_list("kv")]
+
+
+def _list(folder: str) -> list[tuple[str, str]]:
+    found = []
+    for path in sorted((RECIPES_DIR / folder).glob("*.yaml")):
+        first = path.read_text(encoding="utf-8").splitlines()[0]
+        found.append((path.stem, first.removeprefix("description:").strip()))
+    return found
+
+
+def _find(name_or_path: str) -> Path | None:
+    """A preset's file, or the user's own; None where there is neither."""
+    if Path(name_or_path).name == name_or_path:
+        preset = RECIPES_DIR / "presets" / f"{name_or_path}.yaml"
+        if preset.is_file():
+            return preset
+    path = Path(name_or_path).expanduser()
+    return path if path.is_file() else None
+
+
+def _unknown(name: str) -> Problem:
+    names = [preset for preset, _ in list_presets()]
+    if name in NOT_BUILT_YET:
+        return Problem(
+            f"--qformat {name} is not built yet ({NOT_BUILT_YET[name]} is missing)", f"use one of {', '.join(names)}"
+        )
+    if "/" in name or name.endswith((".yaml", ".yml")):
+        return Problem(
+            f"--recipe {name}: there is no such file", "give the path of a YAML recipe or the name of a preset"
+        )
+    near = difflib.get_close_matches(name, names + list(NOT_BUILT_YET), 3, 0.4)
+    return Problem(f"{name!r} is no preset (--qformat)", f"nearest: {', '.join(near or names)}; --list shows all")
+
+
+def _load_file(path: Path) -> Recipe:
+    data = _read_yaml(path)
+    problems: list[Problem] = []
+    file = _validate(_File, data, str(path), problems)
+    rules, shipped = ([], set()) if file is None else _expand(file.rules, path, (path,), problems)
+    if problems or file is None:
+        raise UserError(*problems)
+    if not rules:
+        raise UserError(Problem(f"{path}: the recipe has no rules", "add rules that give formats to modules"))
+    return Recipe(
+        path.stem, file.description, tuple(rules), file.algorithm, file.kv_cache, str(path), frozenset(shipped)
+    )
+
+
+def _expand(
+    items: list[dict[str, Any]], path: Path, chain: tuple[Path, ...], problems: list[Problem]
+) -> tuple[list[Rule], set[int]]:
+    """Rules with imports replaced by the rules they name, and the indices of those from the package's own files."""
+    rules: list[Rule] = []
+    shipped: set[int] = set()
+    for i, item in enumerate(items):
+        where = f"{path}: rules[{i}]"
+        if set(item) == {"import"}:
+            target = _import_path(str(item["import"]), path)
+            if target is None or target in chain:
+                reason = "there is no such file" if target is None else "the files import each other"
+                problems.append(
+                    Problem(
+                        f"{where}: import {item['import']!r}: {reason}",
+                        "import a file of recipes/units by name or another file by its path",
+                    )
+                )
+                continue
+            imported = _validate(_File, _read_yaml(target), str(target), problems)
+            more, inner = _expand(imported.rules if imported else [], target, (*chain, target), problems)
+            shipped |= {len(rules) + j for j in inner}
+            rules += more
+            continue
+        rule = _validate(Rule, item, where, problems)
+        if rule is not None:
+            if RECIPES_DIR in path.parents:
+                shipped.add(len(rules))
+            rules.append(rule)
+    return rules, shipped
+
+
+def _import_path(name: str, importer: Path) -> Path | None:
+    candidates = (importer.parent / name, importer.parent / f"{name}.yaml", RECIPES_DIR / "units" / f"{name}.yaml")
+    return next((p.resolve() for p in candidates if p.is_file()), None)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise UserError(Problem(f"{path} is not valid YAML: {' '.join(str(error).split())}")) from error
+    if not isinstance(data, dict):
+        raise UserError(Problem(f"{path}: a recipe is a mapping with the keys description, rules, algorithm, kv_cache"))
+    return data
+
+
+def _validate(model: type[Model], data: Any, where: str, problems: list[Problem]) -> Model | None:
+    """`data` as a `model`; what is wrong is appended to `problems`, one entry per key."""
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        for item in error.errors():
+            key = ".".join(str(part) for part in item["loc"])
+            known = ", ".join(model.model_fields)
+            if item["type"] == "extra_forbidden":
+                near = difflib.get_close_matches(key, model.model_fields, 1)
+                problems.append(
+                    Problem(
+                        f"{where}: unknown key {key!r}",
+                        (f"did you mean {near[0]!r}? " if near else "") + f"known keys: {known}",
+                    )
+                )
+            else:
+                problems.append(
+                    Problem(f"{where}: {key + ': ' if key else ''}{item['msg'].removeprefix('Value error, ')}")
+                )
+        return None

@@ -1,0 +1,77 @@
+"""Calibration statistics: flat tensors with a declared reduction, filled in place, reduced in a few collectives.
+
+An algorithm declares what it needs (`StatisticSpec`: how many numbers, how they are combined over batches and over
+ranks) and gets a view into one flat fp32 tensor per (reduction, group). Observers write into the *pending* tensor
+of the batch at hand; `commit` folds it into the total when the batch has finished, `discard` forgets it, so that a
+batch that ran out of memory and is repeated counts once. Reducing over ranks is one collective per flat tensor,
+whatever the number of quantizers. Nothing here knows modules or process groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+Reduction = Literal["max", "sum"]
+Group = Literal["data", "expert"]
+# Reduces a flat tensor over the ranks of a group, in place.
+Reducer = Callable[[torch.Tensor, Reduction, Group], None]
+
+
+@dataclass(frozen=True)
+class StatisticSpec:
+    """`size` numbers under `key`. Maxima are of values that are never negative; both reductions start from zero."""
+
+    key: str
+    size: int
+    reduction: Reduction
+    group: Group = "data"
+
+
+class Statistics:
+    """The statistics of one calibration on one device."""
+
+    def __init__(self, specs: Iterable[StatisticSpec], device: torch.device) -> None:
+        self._places: dict[str, tuple[tuple[Reduction, Group], slice]] = {}
+        sizes: dict[tuple[Reduction, Group], int] = {}
+        for spec in specs:
+            assert spec.key not in self._places, f"two statistics named {spec.key}"
+            kind = (spec.reduction, spec.group)
+            start = sizes.get(kind, 0)
+            self._places[spec.key] = kind, slice(start, start + spec.size)
+            sizes[kind] = start + spec.size
+        self._pending = {kind: torch.zeros(size, device=device) for kind, size in sizes.items()}
+        self._total = {kind: torch.zeros(size, device=device) for kind, size in sizes.items()}
+
+    def pending(self, key: str) -> torch.Tensor:
+        """fp32 [size]: the running value of the batch at hand; observers update it in place."""
+        kind, place = self._places[key]
+        return self._pending[kind][place]
+
+    def total(self, key: str) -> torch.Tensor:
+        """fp32 [size]: the value over all committed batches (over all ranks, once reduced)."""
+        kind, place = self._places[key]
+        return self._total[kind][place]
+
+    def commit(self) -> None:
+        """The batch has finished: fold its values into the totals. NaN survives a maximum."""
+        for kind, pending in self._pending.items():
+            total = self._total[kind]
+            if kind[0] == "max":
+                torch.maximum(total, pending, out=total)
+            else:
+                total += pending
+            pending.zero_()
+
+    def discard(self) -> None:
+        """Forget the values of the batch at hand."""
+        for pending in self._pending.values():
+            pending.zero_()
+
+    def reduce(self, reducer: Reducer) -> None:
+        """Combine the totals of all ranks: one call of `reducer` per flat tensor."""
+        for (reduction, group), total in self._total.items():
+            reducer(total, reduction, group)

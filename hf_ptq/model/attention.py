@@ -1,0 +1,96 @@
+"""Attention that lets quantizers see keys and values, whatever kernel computes it.
+
+transformers looks the attention kernel up by name (`ALL_ATTENTION_FUNCTIONS`) and makes the mask by the same name
+(`ALL_MASK_ATTENTION_FUNCTIONS`). For each kernel in use a wrapper is registered under a name of its own, with the
+kernel's own mask function: a name without one would get no mask, and eager attention would look ahead. The wrapper
+hands keys and values (after rotary embedding, as the kernel gets them) to the submodules `k_quantizer` and
+`v_quantizer` of the attention module and calls the kernel. The name is set on the language model's configuration only.
+
+The cache holds keys and values as they were computed, so the wrapper rounds all of them in each step; rounding is a
+function of each row alone, so this gives what a cache of rounded rows would.
+
+Modules that do not look their kernel up by name are found on the meta model by `takes_registry`. This file does not
+know what the quantizers do.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_ptq.errors import Problem, UserError
+
+K_QUANTIZER = "k_quantizer"
+V_QUANTIZER = "v_quantizer"
+KEY_LEAVES = ("k_proj", "kv_b_proj", "qkv_proj")  # a module that owns one of these is an attention module
+Kernel = Callable[..., Any]
+
+
+def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Name -> attention module of the language model, in order: those that own a projection to keys."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        parent, _, leaf = name.rpartition(".")
+        if leaf in KEY_LEAVES and isinstance(module, nn.Linear):
+            found.setdefault(parent, model.get_submodule(parent))
+    return found
+
+
+def takes_registry(module: nn.Module) -> bool:
+    """True for an attention module whose own source file looks the kernel up by name."""
+    return "ALL_ATTENTION_FUNCTIONS" in vars(sys.modules[type(module).__module__])
+
+
+def use_our_attention(model: PreTrainedModel) -> None:
+    """Wrap the kernel that the language model of `model` uses.
+
+    Raises UserError where that kernel has no mask function of its own name.
+    """
+    config = model.config.get_text_config()
+    kernel = str(config._attn_implementation)
+    name = f"hf_ptq_{kernel}"
+    if kernel.startswith("hf_ptq_"):
+        return
+    if kernel not in ALL_MASK_ATTENTION_FUNCTIONS.valid_keys():
+        raise UserError(
+            Problem(
+                f"attention implementation {kernel!r} has no mask function to wrap",
+                "use --attn_implementation sdpa or eager, or --kv_cache_qformat none",
+            )
+        )
+    ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[kernel])
+    ALL_ATTENTION_FUNCTIONS.register(name, partial(_attention_forward, wrapped=kernel))
+    config._attn_implementation = name
+
+
+def _attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *arguments: Any,
+    wrapped: str,
+    **options: Any,
+) -> Any:
+    """query, key, value [batch, heads, tokens, head_dim] -> what the wrapped kernel gives."""
+    key, value = _quantized(module, K_QUANTIZER, key), _quantized(module, V_QUANTIZER, value)
+    kernel = _eager_kernel(module) if wrapped == "eager" else ALL_ATTENTION_FUNCTIONS[wrapped]
+    return kernel(module, query, key, value, *arguments, **options)
+
+
+def _eager_kernel(module: nn.Module) -> Kernel:
+    """The eager kernel is no entry of the registry: each family's file has its own."""
+    return vars(sys.modules[type(module).__module__])["eager_attention_forward"]
+
+
+def _quantized(module: nn.Module, name: str, values: torch.Tensor) -> torch.Tensor:
+    quantizer = module._modules.get(name)
+    return values if quantizer is None else quantizer(values)

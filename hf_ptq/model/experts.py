@@ -1,0 +1,155 @@
+"""Routed experts, stacked in memory, run by a function of ours that lets quantizers see every row.
+
+transformers looks up the forward of its experts modules by name (`ALL_EXPERTS_FUNCTIONS`); registering ours under a
+name of its own reaches every family that takes the registry, replaces no class and no forward, and so keeps the
+dispatch of expert parallelism, which ends in the same look-up. And as the name is not "grouped_mm", `generate` does
+not switch the decode to an implementation that knows no quantizers.
+
+The arithmetic is that of a mixture of experts, over rows sorted by expert:
+
+    rows = hidden[token of each (token, choice)];  h = gate(rows @ W_gate_up[e]^T);  y = h @ W_down[e]^T
+    out[token] = sum over choices of weight * y
+
+`input_quantizer` and `down_input_quantizer`, submodules of the experts module, are given the rows of both products
+and the expert of each row. There is no loop over experts and no host synchronisation, except with the loop kernel.
+Under expert parallelism `num_experts` is the local number, and rows for other ranks carry the id `num_experts`.
+
+It does not know what the quantizers do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+IMPLEMENTATIONS = ("grouped_mm", "eager")
+INPUT_QUANTIZER = "input_quantizer"
+DOWN_INPUT_QUANTIZER = "down_input_quantizer"
+# What the decorator of transformers sets on every experts module that takes the registry.
+_REGISTRY_ATTRIBUTES = frozenset(
+    {"has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "_is_expert_parallel"}
+)
+ALIGNMENT_BYTES = 16  # strides that the grouped kernel takes are multiples of this
+
+
+class RowQuantizer(Protocol):
+    """Sees the rows [rows, inputs] of a grouped product with the expert of each; gives what is multiplied."""
+
+    def quantize_rows(self, values: torch.Tensor, experts: torch.Tensor, is_live: torch.Tensor) -> torch.Tensor:
+        """`experts` int64 [rows]; rows that are not `is_live` (bool [rows]) belong to no token of this rank."""
+        ...
+
+
+GroupedLinear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+
+def takes_registry(module: nn.Module) -> bool:
+    """True for an experts module whose forward is looked up by name."""
+    return vars(module).keys() >= _REGISTRY_ATTRIBUTES
+
+
+def use_our_experts(model: PreTrainedModel, implementation: str) -> None:
+    """Let every experts module of `model` run `experts_forward` with that kernel (one of IMPLEMENTATIONS)."""
+    if any(takes_registry(module) for module in model.modules()):
+        model.set_experts_implementation(_registered_name(implementation))
+
+
+def _registered_name(implementation: str) -> str:
+    return f"hf_ptq_{implementation}"
+
+
+# --- the two kernels ---------------------------------------------------------------------------
+
+
+def grouped_linear(
+    rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """One grouped matrix product: rows [rows, in] sorted by expert, weight [experts, in, out], ends int32 [experts].
+
+    Rows beyond the last end are undefined. Sizes that the kernel cannot take go through the loop.
+    """
+    if any(size * weight.element_size() % ALIGNMENT_BYTES for size in weight.shape[1:]):
+        return looped_linear(rows, weight, ends, bias)
+    out = torch.nn.functional.grouped_mm(rows, weight, offs=ends)
+    return out if bias is None else out.add_(bias)
+
+
+def looped_linear(
+    rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """The same by one product per expert; synchronises with the host once."""
+    out = rows.new_zeros(rows.shape[0], weight.shape[2])
+    start = 0
+    for expert, end in enumerate(ends.tolist()):
+        if end > start:
+            torch.mm(rows[start:end], weight[expert], out=out[start:end])
+        start = end
+    return out if bias is None else out.add_(bias)
+
+
+KERNELS: dict[str, GroupedLinear] = {"grouped_mm": grouped_linear, "eager": looped_linear}
+
+
+# --- the forward ---------------------------------------------------------------------------------
+
+
+def experts_forward(
+    module: Any,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    *,
+    kernel: GroupedLinear,
+) -> torch.Tensor:
+    """What the experts of one layer add: hidden_states [tokens, hidden], choices and weights [tokens, k]."""
+    num_tokens, k = top_k_index.shape
+    experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
+    is_live = experts < module.num_experts
+    counts = torch.zeros(module.num_experts + 1, dtype=torch.int64, device=experts.device)
+    counts.scatter_add_(0, experts, torch.ones_like(experts))
+    ends = counts[: module.num_experts].cumsum(0).to(torch.int32)
+    owner = experts.clamp(max=module.num_experts - 1)
+
+    first = "gate_up_proj" if module.has_gate else "up_proj"
+    rows = _quantized(module, INPUT_QUANTIZER, hidden_states[order // k], owner, is_live)
+    inner = _product(module, first, rows, ends, owner, kernel)
+    if module._is_expert_parallel:
+        inner = inner.masked_fill(~is_live[:, None], 0.0)  # the kernel leaves rows beyond the last end undefined
+    inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+    inner = _quantized(module, DOWN_INPUT_QUANTIZER, inner, owner, is_live)
+    out = _product(module, "down_proj", inner, ends, owner, kernel)
+    if module._is_expert_parallel:
+        out = out.masked_fill(~is_live[:, None], 0.0)
+    if module.has_post_expert_norm:
+        out = module.post_expert_norm(out)
+
+    out = out * top_k_weights.reshape(-1)[order][:, None]
+    in_place = torch.empty_like(out)
+    in_place[order] = out  # back to (token, choice); summing by reshape is deterministic, index_add is not
+    return in_place.view(num_tokens, k, -1).sum(1).to(hidden_states.dtype)
+
+
+def _quantized(
+    module: nn.Module, name: str, values: torch.Tensor, experts: torch.Tensor, is_live: torch.Tensor
+) -> torch.Tensor:
+    quantizer: Any = module._modules.get(name)
+    return values if quantizer is None else quantizer.quantize_rows(values, experts, is_live)
+
+
+def _product(
+    module: Any, name: str, rows: torch.Tensor, ends: torch.Tensor, owner: torch.Tensor, kernel: GroupedLinear
+) -> torch.Tensor:
+    weight = getattr(module, name)
+    weight = weight if module.is_transposed else weight.transpose(-2, -1)
+    bias = getattr(module, f"{name}_bias")[owner] if module.has_bias else None
+    return kernel(rows.to(weight.dtype), weight, ends, bias)
+
+
+for _implementation, _kernel in KERNELS.items():
+    ALL_EXPERTS_FUNCTIONS.register(_registered_name(_implementation), partial(experts_forward, kernel=_kernel))

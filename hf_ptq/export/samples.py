@@ -1,0 +1,97 @@
+"""Samples of the export, read back from the files and dequantized, against the source.
+
+While a weight is encoded its error is measured in memory. Reading the worst and the first module of each kind back
+from the finished files and finding the same error there shows that the bytes on disk, their names, dtypes and scales
+are the ones that were meant.
+
+    signal-to-noise in dB = 10 log10(sum w^2 / sum (decoded - w)^2)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from hf_ptq.checkpoint.shards import ShardPlan
+from hf_ptq.checkpoint.slices import SourceReader
+from hf_ptq.errors import Problem
+from hf_ptq.export.tensors import WeightError
+from hf_ptq.model.views import WEIGHT
+from hf_ptq.quantization.formats import codecs
+
+TOLERANCE_DB = 0.05  # sums are taken in another order than in memory
+PERFECT_DB = 200.0  # what is shown for a weight without error
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One module as it is on disk: cosine and signal-to-noise against the source."""
+
+    module: str
+    kind: str
+    cosine: float
+    db: float
+
+
+def decibels(signal: float, noise: float) -> float:
+    """Signal-to-noise ratio; PERFECT_DB without noise, 0 for noise without signal."""
+    if noise <= 0:
+        return PERFECT_DB
+    return min(PERFECT_DB, 10 * math.log10(signal / noise)) if signal > 0 else 0.0
+
+
+def by_kind(errors: Sequence[WeightError]) -> dict[str, list[WeightError]]:
+    """Errors by projection name and format, in order of appearance."""
+    kinds: dict[str, list[WeightError]] = {}
+    for error in errors:
+        kinds.setdefault(f"{error.kind} {error.format}", []).append(error)
+    return kinds
+
+
+def worst_of(errors: Sequence[WeightError]) -> WeightError:
+    """The one with the lowest signal-to-noise ratio."""
+    return min(errors, key=lambda error: decibels(error.signal, error.noise))
+
+
+def read_samples(
+    directory: Path,
+    shards: Sequence[ShardPlan],
+    errors: Sequence[WeightError],
+    reader: SourceReader,
+    dtype: torch.dtype,
+) -> tuple[list[Sample], list[Problem]]:
+    """The first and the worst module of each kind; problems where the disk tells another error than memory did."""
+    files = {tensor.name: shard.file for shard in shards for tensor in shard.tensors}
+    samples: list[Sample] = []
+    problems: list[Problem] = []
+    for kind, members in by_kind(errors).items():
+        for error in dict.fromkeys((members[0], worst_of(members))):
+            weight = reader.tensor(error.module + WEIGHT)[...].to(dtype).float()
+            decoded = _decode(directory, files, error)
+            signal, noise = float(weight.square().sum()), float((decoded - weight).square().sum())
+            cosine = float(torch.nn.functional.cosine_similarity(decoded.flatten(), weight.flatten(), dim=0))
+            samples.append(Sample(error.module, kind, cosine, decibels(signal, noise)))
+            expected = decibels(error.signal, error.noise)
+            if not abs(samples[-1].db - expected) <= TOLERANCE_DB:
+                problems.append(
+                    Problem(
+                        f"{error.module}: on disk its signal-to-noise is {samples[-1].db:.2f} dB, in memory it was {expected:.2f}",
+                        "the disk or the memory is faulty; run again elsewhere",
+                    )
+                )
+    return samples, problems
+
+
+def _decode(directory: Path, files: dict[str, str], error: WeightError) -> torch.Tensor:
+    codec = codecs()[error.format]
+    tensors = {}
+    for local in codec.layout((16, 128)):  # any shape: only the names are wanted
+        name = f"{error.module}.{local}"
+        with safe_open(directory / files[name], framework="pt") as file:
+            tensors[local] = file.get_tensor(name)
+    return codec.decode(tensors)

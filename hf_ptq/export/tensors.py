@@ -1,0 +1,221 @@
+"""From a quantized model to the tensors of its export, following the source's names.
+
+Every tensor of the source is written under its own name. A linear that is quantized becomes the tensors of its
+format, made from the weight in memory; everything else is the source's bytes, copied from file to file. What will be
+written is planned before any weight exists (`plan_tensors`). Weights are encoded part by part, so that temporaries
+stay small; the error made is measured in the same pass, and the rounded weight can be left in the model's place, so
+that a preview computes with exactly what is on disk. Weight ranges never depend on calibration data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hf_ptq.checkpoint.dtypes import SAFETENSORS_DTYPES
+from hf_ptq.checkpoint.shards import TensorPlan
+from hf_ptq.checkpoint.slices import SourceReader
+from hf_ptq.checkpoint.source import Source
+from hf_ptq.checkpoint.writer import ShardWriter
+from hf_ptq.errors import Problem, RunError
+from hf_ptq.model.units import Unit
+from hf_ptq.model.views import WEIGHT
+from hf_ptq.quantization.assignment import Assignment, QuantizedWeight
+from hf_ptq.quantization.formats import codecs
+from hf_ptq.quantization.formats.codec import Codec, Tensors
+from hf_ptq.quantization.formats.description import NumberFormat
+from hf_ptq.quantization.quantizer import Quantizer
+
+PART_ELEMENTS = 1 << 24  # elements encoded at a time: 64 MiB of fp32 per temporary
+INPUT_SCALE = "input_scale"
+Index = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class WeightError:
+    """The error of one module's weight: sums over its elements of w^2 and (decoded - w)^2."""
+
+    module: str
+    kind: str  # the projection's name
+    format: str
+    signal: float
+    noise: float
+
+
+# --- the plan ----------------------------------------------------------------------------------
+
+
+def plan_tensors(units: Sequence[Unit], source: Source, assignment: Assignment) -> list[TensorPlan]:
+    """What the export holds, in the order of the units; exact before any weight is loaded."""
+    quantized = assignment.by_module
+    planned: list[TensorPlan] = []
+    for unit in units:
+        for name in unit.tensors:
+            weight = quantized.get(name.removesuffix(WEIGHT)) if name.endswith(WEIGHT) else None
+            if weight is None:
+                entry = source.tensors[name]
+                planned.append(TensorPlan(name, entry.dtype, entry.shape))
+            else:
+                planned += _planned_weight(name.removesuffix(WEIGHT), weight)
+    return planned
+
+
+def _planned_weight(module: str, weight: QuantizedWeight) -> Iterator[TensorPlan]:
+    layout = codecs()[weight.weight.name].layout(weight.view.shape)
+    for local, (dtype, shape) in layout.items():
+        yield TensorPlan(f"{module}.{local}", SAFETENSORS_DTYPES[dtype], shape)
+    if has_input_scale(weight.input):
+        yield TensorPlan(f"{module}.{INPUT_SCALE}", "F32", ())
+
+
+def has_input_scale(number_format: NumberFormat | None) -> bool:
+    """True where a static activation scale is stored."""
+    return number_format is not None and number_format.needs_data
+
+
+# --- weights -----------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def quantize_unit(
+    unit: Unit, model: nn.Module, assignment: Assignment, writer: ShardWriter, reader: SourceReader, keep_rounded: bool
+) -> list[WeightError]:
+    """Encode the unit's quantized weights and queue all of its tensors but the input scales for writing.
+
+    `keep_rounded`: leave decode(encode(w)) in the model instead of w. Raises RunError naming weights with NaN or inf.
+    """
+    inside = set(unit.tensors)
+    weights = [q for q in assignment.quantized if q.view.modules[0] + WEIGHT in inside]
+    quantized = {module + WEIGHT for q in weights for module in q.view.modules}
+    for name in unit.tensors:
+        if name not in quantized:
+            entry = reader.source.tensors[name]
+            writer.copy(name, reader.path(entry), entry.offset)
+    parameters = {q: q.view.of(model.get_parameter(q.view.parameter)) for q in weights}
+    ranges = _weight_ranges(parameters)
+    errors: list[WeightError] = []
+    for weight, tensor in parameters.items():
+        encoded, signal, noise = _encode(codecs()[weight.weight.name], tensor, ranges[weight], keep_rounded)
+        _write_weight(weight, encoded, writer)
+        modules, kind = weight.view.modules, weight.view.leaf
+        sums = torch.stack([signal, noise]).tolist()
+        errors += [WeightError(m, kind, weight.weight.name, s, n) for m, s, n in zip(modules, *sums, strict=True)]
+    return errors
+
+
+def _weight_ranges(parameters: Mapping[QuantizedWeight, torch.Tensor]) -> dict[QuantizedWeight, torch.Tensor]:
+    """amax of each weight as its format wants it; formats with one scale per tensor take the fused group's maximum."""
+    ranges = {q: _amax(tensor, q.weight) for q, tensor in parameters.items()}
+    shared: dict[str, torch.Tensor] = {}
+    for weight, amax in ranges.items():
+        if weight.weight.is_shared:
+            shared[weight.group] = torch.maximum(shared[weight.group], amax) if weight.group in shared else amax
+    return {q: shared[q.group] if q.weight.is_shared else amax for q, amax in ranges.items()}
+
+
+def _amax(tensor: torch.Tensor, number_format: NumberFormat) -> torch.Tensor:
+    """max |w| over each matrix, fp32 [...], or over each row, fp32 [..., out]."""
+    rows_low, rows_high = tensor.aminmax(dim=-1)
+    rows = torch.maximum(rows_high, -rows_low).float()
+    return rows.amax(-1) if number_format.is_shared else rows
+
+
+def _encode(
+    codec: Codec, tensor: torch.Tensor, amax: torch.Tensor, keep_rounded: bool
+) -> tuple[Tensors, torch.Tensor, torch.Tensor]:
+    """(stored tensors, sum of w^2, sum of (decoded - w)^2); the sums are fp64, one per matrix."""
+    device = tensor.device
+    layout = codec.layout(tuple(tensor.shape))
+    encoded = {local: torch.empty(shape, dtype=dtype, device=device) for local, (dtype, shape) in layout.items()}
+    matrices = tensor.shape[0] if tensor.dim() == 3 else 1
+    signal = torch.zeros(matrices, dtype=torch.float64, device=device)
+    noise = torch.zeros_like(signal)
+    for index in _parts(tuple(tensor.shape)):
+        part = tensor[index]
+        tensors = codec.encode(part, amax[index[: amax.dim()]])
+        for local, values in tensors.items():
+            whole = encoded[local]
+            whole[index[: whole.dim()]] = values
+        decoded = codec.decode(tensors)
+        where = index[0] if tensor.dim() == 3 else slice(None)
+        exact = part.float()
+        signal[where] += exact.square().sum((-1, -2)).double()
+        noise[where] += (decoded - exact).square_().sum((-1, -2)).double()
+        if keep_rounded:
+            part.copy_(decoded)
+    return encoded, signal, noise
+
+
+def _parts(shape: tuple[int, ...]) -> Iterator[Index]:
+    """Indices that cut [out, in] into blocks of rows and [experts, out, in] into blocks of experts or of rows."""
+    matrix = shape[-2] * shape[-1]
+    if len(shape) == 3 and matrix <= PART_ELEMENTS:
+        step = max(1, PART_ELEMENTS // max(1, matrix))
+        yield from ((slice(start, start + step), slice(None)) for start in range(0, shape[0], step))
+        return
+    step = max(1, PART_ELEMENTS // max(1, shape[-1]))
+    rows = [slice(start, start + step) for start in range(0, shape[-2], step)]
+    if len(shape) == 2:
+        yield from ((r,) for r in rows)
+    else:
+        yield from ((slice(e, e + 1), r) for e in range(shape[0]) for r in rows)
+
+
+def _write_weight(weight: QuantizedWeight, encoded: Tensors, writer: ShardWriter) -> None:
+    for local, tensor in encoded.items():
+        for i, module in enumerate(weight.view.modules):
+            writer.write(f"{module}.{local}", tensor[i] if weight.view.is_stacked else tensor)
+
+
+# --- input scales --------------------------------------------------------------------------------
+
+
+def write_input_scales(
+    assignment: Assignment, quantizers: Mapping[str, Quantizer], writer: ShardWriter
+) -> dict[str, float]:
+    """Write every static activation scale; returns input key -> scale."""
+    static = [q for q in assignment.quantized if has_input_scale(q.input)]
+    keys = dict.fromkeys(q.input_key for q in static)
+    if not keys:
+        return {}
+    scales = {key: _input_scale(quantizers[key]) for key in keys}
+    host = dict(zip(keys, torch.stack(list(scales.values())).cpu(), strict=True))
+    for weight in static:
+        for module in weight.view.modules:
+            writer.write(f"{module}.{INPUT_SCALE}", host[weight.input_key])
+    return {key: float(scale) for key, scale in host.items()}
+
+
+def _input_scale(quantizer: Quantizer) -> torch.Tensor:
+    assert quantizer.amax is not None, f"{quantizer.key} was not calibrated"
+    scale = quantizer.codec.input_scale(quantizer.amax)
+    assert scale is not None
+    return scale
+
+
+# --- checks ----------------------------------------------------------------------------------------
+
+
+def refuse_nonfinite(unit: Unit, model: nn.Module, parameter_of: Mapping[str, str | None]) -> None:
+    """Raise RunError naming the source tensors of a loaded unit that hold NaN or infinity."""
+    names = {parameter_of[name]: name for name in unit.tensors}
+    parameters = {n: p for n in names if n is not None and (p := _parameter(model, n)) is not None}
+    if not parameters:
+        return
+    extremes = torch.stack([torch.stack(p.aminmax()).float().sum() for p in parameters.values()])
+    bad = [name for name, ok in zip(parameters, extremes.isfinite().tolist(), strict=True) if not ok]
+    if bad:
+        named = [n for n in unit.tensors if parameter_of[n] in bad]
+        raise RunError(
+            *(Problem(f"{n} holds NaN or infinity", "the source is damaged; download it again") for n in named)
+        )
+
+
+def _parameter(model: nn.Module, name: str) -> torch.Tensor | None:
+    """The parameter of that name if it is one and holds floats (buffers may hold -inf on purpose)."""
+    owner, _, leaf = name.rpartition(".")
+    parameter = model.get_submodule(owner)._parameters.get(leaf)
+    return parameter if parameter is not None and parameter.is_floating_point() and parameter.numel() else None

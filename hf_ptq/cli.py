@@ -1,0 +1,307 @@
+"""The command line: text in, `RunConfig` out, exit codes.
+
+`Options` is the whole surface, one row a flag, named as ModelOpt's hf_ptq.py names them; typer reads the dataclass and
+fills it. Hyphens and underscores mean the same. Flags of that script which are not built are refused by name, with what
+to use in their place, and so is any other unknown flag, all of them at once.
+
+Exit codes: 0; 1 the run failed; 2 the request was wrong; 130 interrupted. `--help`, `--list` and refusals import no
+torch: hf_ptq.run is imported only when the request has passed preflight.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, cast
+
+import typer
+
+from hf_ptq.config import RunConfig, parse_counts, parse_names, parse_size
+from hf_ptq.errors import HfPtqError, Problem, UserError, refuse_if_any
+
+Parsed = TypeVar("Parsed")
+
+MODEL, QUANTIZATION, DATA, EXPORT, RUN = "Model", "Quantization", "Calibration data", "Export", "Run"
+
+HELP = """Quantize a Hugging Face model after training, and write a checkpoint that vLLM, SGLang, TensorRT-LLM and
+transformers serve.
+
+Example: hf-ptq --model demo --qformat nvfp4 --export_path demo-nvfp4"""
+
+# Flags of ModelOpt's hf_ptq.py that are not built, and what to use. A row goes when its flag comes.
+NOT_BUILT: dict[str, str] = {
+    **dict.fromkeys(
+        ("--auto_quantize_bits", "--auto_quantize_method", "--auto_quantize_score_size", "--auto_quantize_checkpoint",
+         "--auto_quantize_cost_model"),
+        "write the choice of formats into a --recipe file",
+    ),
+    "--awq_block_size": "AWQ is missing; use --qformat w4a16_nvfp4 for 4-bit weights",
+    "--calib_with_images": "calibration is by text; give text to --dataset",
+    "--cast_mxfp4_to_nvfp4": "use --qformat nvfp4, which quantizes the dequantized weights",
+    "--cpu_offload": "use --device cpu for a model beyond the GPU's memory",
+    "--export_fmt": "leave it out; the export is always a Hugging Face checkpoint",
+    "--gpu_max_mem_percentage": "leave it out; --device cpu needs no GPU memory",
+    "--inference_pipeline_parallel": "leave it out; servers split the checkpoint when they load it",
+    "--inference_tensor_parallel": "leave it out; servers split the checkpoint when they load it",
+    "--low_memory_mode": "use --device cpu for a model beyond the GPU's memory",
+    "--max_cpu_memory_gb": "leave it out; the whole model is in memory, on one device",
+    "--max_gpu_memory_gb": "use --device cpu for a model beyond the GPU's memory",
+    **dict.fromkeys(
+        ("--mlflow", "--mlflow_experiment", "--mlflow_run_name"), "read hf_ptq_report.json in the export instead"
+    ),
+    "--moe_calib_experts_ratio": "leave it out; tokens go to the experts that the router chooses",
+    "--offload_folder": "use --device cpu for a model beyond the GPU's memory",
+    "--sparsity_fmt": "leave it out; weights stay dense",
+    "--specdec_offline_dataset": "give text or rows of token ids to --dataset",
+    "--use_fsdp2": "run one process on one device",
+    "--use_seq_device_map": "use --device cuda:N; the model is on one device",
+    "--vllm_fakequant_export": "leave it out; the export holds packed weights, which vLLM loads",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command line as typed, before sizes, lists and paths are read."""
+
+    model: Annotated[str | None, typer.Option(
+        "--pyt_ckpt_path", "--model", rich_help_panel=MODEL, metavar="SOURCE",
+        help="What to quantize: a local directory, a hub id, a .gguf file, or the word demo. Required.")] = None
+    revision: Annotated[str | None, typer.Option(
+        "--revision", rich_help_panel=MODEL,
+        help="Branch, tag or commit of a hub id. Default: the hub's main branch.")] = None
+    trust_remote_code: Annotated[bool, typer.Option(
+        "--trust_remote_code", rich_help_panel=MODEL,
+        help="Run Python code that comes with the model. Default: off.")] = False
+    attn_implementation: Annotated[str | None, typer.Option(
+        "--attn_implementation", rich_help_panel=MODEL,
+        help="Attention kernel of transformers: eager, sdpa, flash_attention_2 ... Default: the model's own.")] = None
+
+    qformat: Annotated[str | None, typer.Option(
+        "--qformat", rich_help_panel=QUANTIZATION, metavar="PRESET",
+        help="What is quantized with what; --list shows all presets. Default: fp8.")] = None
+    recipe: Annotated[str | None, typer.Option(
+        "--recipe", rich_help_panel=QUANTIZATION, metavar="FILE",
+        help="A recipe of your own (YAML, the schema of the shipped presets), in place of --qformat. "
+             "Default: none.")] = None
+    kv_cache_qformat: Annotated[str | None, typer.Option(
+        "--kv_cache_qformat", rich_help_panel=QUANTIZATION, metavar="PRESET",
+        help="Format of the KV cache; none leaves it alone. Default: the recipe's own, else fp8_cast.")] = None
+
+    dataset: Annotated[str | None, typer.Option(
+        "--dataset", rich_help_panel=DATA, metavar="NAMES",
+        help="Calibration data, several by commas: names of --list, local .jsonl .json .txt .csv .parquet files or "
+             "folders of them, or rows of token ids (.safetensors, or .jsonl with input_ids). "
+             "Default: cnn_dailymail and nemotron-post-training-dataset-v2; pydoc for demo.")] = None
+    calib_size: Annotated[str | None, typer.Option(
+        "--calib_size", rich_help_panel=DATA, metavar="ROWS",
+        help="Calibration rows: one number for all data sets together, or one for each by commas. "
+             "Default: 512; 8 for demo.")] = None
+    calib_seq: Annotated[int, typer.Option(
+        "--calib_seq", rich_help_panel=DATA,
+        help="Tokens in a row; documents are packed into rows without padding.")] = RunConfig.calib_seq
+    batch_size: Annotated[int, typer.Option(
+        "--batch_size", rich_help_panel=DATA,
+        help="Rows in a calibration batch; 0 chooses by the free memory.")] = RunConfig.batch_size
+
+    export_path: Annotated[Path, typer.Option(
+        "--export_path", rich_help_panel=EXPORT, metavar="DIRECTORY",
+        help="Where the quantized checkpoint goes. It appears there when it is complete and verified.",
+    )] = Path("exported_model")
+    overwrite: Annotated[bool, typer.Option(
+        "--overwrite", rich_help_panel=EXPORT,
+        help="Replace an earlier export; nothing else is ever removed. Default: off.")] = False
+    max_shard_size: Annotated[str, typer.Option(
+        "--max_shard_size", rich_help_panel=EXPORT, metavar="SIZE",
+        help="Largest weight file: 5GB, 500MB, 2GiB or a number of bytes.")] = "5GB"
+    durable: Annotated[bool, typer.Option(
+        "--durable/--no-durable", rich_help_panel=EXPORT,
+        help="Flush the export to the disk (fsync) before it gets its name.")] = True
+
+    device: Annotated[str, typer.Option(
+        "--device", rich_help_panel=RUN,
+        help="cpu, cuda or cuda:N; auto takes a GPU if there is one.")] = RunConfig.device
+    skip_generate: Annotated[bool, typer.Option(
+        "--skip_generate", rich_help_panel=RUN,
+        help="No texts generated before and after quantization. Default: off.")] = False
+    dry_run: Annotated[bool, typer.Option(
+        "--dry_run", rich_help_panel=RUN,
+        help="Say what would be done, from the headers and the config alone, and stop. Default: off.")] = False
+    seed: Annotated[int, typer.Option(
+        "--seed", rich_help_panel=RUN, help="Seed of all random numbers.")] = RunConfig.seed
+    verbose: Annotated[bool, typer.Option(
+        "--verbose/--no-verbose", rich_help_panel=RUN,
+        help="Show progress and tables; without it warnings and the summary only.")] = True
+    show_list: Annotated[bool, typer.Option(
+        "--list", rich_help_panel=RUN, help="List presets, recipes and data sets, and stop.")] = False
+    show_version: Annotated[bool, typer.Option(
+        "--version", rich_help_panel=RUN, help="Say the version, and stop.")] = False
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Do what the command line (default: this process's) asks for, and return the exit code.
+
+    The last stop of every exception: messages for the user come out as one block, bugs of ours as a traceback.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _answer(words)
+    except HfPtqError as error:
+        typer.echo(_as_text(error), err=True)
+        return error.exit_code
+    except KeyboardInterrupt:
+        typer.echo("hf-ptq: interrupted", err=True)
+        return 130
+    except Exception as error:  # noqa: BLE001  (anything may arrive here: a bug of ours, told with its place)
+        short = "--no_verbose" in map(_with_underscores, words)
+        lines = traceback.format_exception(error, limit=-1 if short else None)
+        typer.echo("".join(lines) + "hf-ptq: the run failed with an error that it does not know (above)", err=True)
+        return 1
+
+
+def _answer(words: Sequence[str]) -> int:
+    options = _read(words)
+    if not isinstance(options, Options):
+        return 0  # --help has been shown
+    if options.show_version:
+        from hf_ptq import __version__
+
+        typer.echo(f"hf-ptq {__version__}")
+        return 0
+    if options.show_list:
+        typer.echo("\n".join(_listing()))
+        return 0
+    config, problems = to_config(options)
+
+    from hf_ptq.preflight import preflight
+
+    preflight(config, problems)
+
+    from hf_ptq.run import run
+
+    run(config)
+    return 0
+
+
+def to_config(options: Options) -> tuple[RunConfig, list[Problem]]:
+    """The options as a `RunConfig`, and what is wrong with their text.
+
+    A value that cannot be read is replaced by its default, so that everything else can still be checked.
+    """
+    problems: list[Problem] = []
+
+    def read(flag: str, parse: Callable[[str], Parsed], text: str | None, default: Parsed) -> Parsed:
+        if text is None:
+            return default
+        try:
+            return parse(text)
+        except UserError as error:
+            problems.extend(Problem(f"{flag}: {problem.what}", problem.cure) for problem in error.problems)
+            return default
+
+    if options.recipe is not None and options.qformat is not None:
+        both = f"--recipe {options.recipe} and --qformat {options.qformat} both say what is quantized with what"
+        problems.append(Problem(both, "give one of them"))
+    config = RunConfig(
+        model=options.model or "",
+        export_path=options.export_path.expanduser(),
+        revision=options.revision,
+        qformat=options.qformat or RunConfig.qformat,
+        kv_cache_qformat=options.kv_cache_qformat,
+        recipe=options.recipe,
+        overwrite=options.overwrite,
+        max_shard_bytes=read("--max_shard_size", parse_size, options.max_shard_size, RunConfig.max_shard_bytes),
+        durable=options.durable,
+        datasets=read("--dataset", parse_names, options.dataset, ()),
+        calib_sizes=read("--calib_size", parse_counts, options.calib_size, ()),
+        calib_seq=options.calib_seq,
+        batch_size=options.batch_size,
+        device=options.device,
+        attn_implementation=options.attn_implementation,
+        trust_remote_code=options.trust_remote_code,
+        skip_generate=options.skip_generate,
+        dry_run=options.dry_run,
+        verbose=options.verbose,
+        seed=options.seed,
+    )
+    return config, problems
+
+
+def _with_underscores(name: str) -> str:
+    return name[:2] + name[2:].replace("-", "_")
+
+
+def _command() -> Any:
+    app = typer.Typer(add_completion=False)
+    settings = {"token_normalize_func": lambda name: name.replace("-", "_"), "help_option_names": ["-h", "--help"]}
+    app.command(name="hf-ptq", help=HELP, context_settings=settings)(Options)
+    return typer.main.get_command(app)
+
+
+def _read(words: Sequence[str]) -> Options | None:
+    """The options, or None when typer has answered by itself (--help). Raises `UserError` for text it cannot read."""
+    command = _command()
+    refuse_if_any(_unknown_words(words, command.params))
+    # typer brings its own click or imports the one installed, by its version; either way this is click's UsageError.
+    usage_error = cast("type[Exception]", typer.BadParameter.__mro__[1])
+    try:
+        options = command.main(args=list(words), prog_name="hf-ptq", standalone_mode=False)
+    except usage_error as error:
+        raise UserError(Problem(cast("typer.BadParameter", error).format_message(), "see hf-ptq --help")) from error
+    return options if isinstance(options, Options) else None
+
+
+def _unknown_words(words: Sequence[str], params: Sequence[Any]) -> Iterator[Problem]:
+    """A problem for each word that is no option and no option's value."""
+    declared = {name: not param.is_flag for param in params for name in (*param.opts, *param.secondary_opts)}
+    declared |= {"-h": False, "--help": False}
+    takes_value = {_with_underscores(name): value for name, value in declared.items()}
+    rest = iter(words)
+    after_unknown = False
+    for word in rest:
+        name, has_value, _ = word.partition("=")
+        name = _with_underscores(name)
+        if not word.startswith("-") or word == "-":
+            if not after_unknown:  # else it may be that option's value
+                yield Problem(f"{word!r} belongs to no option", "options are written --name value; see hf-ptq --help")
+            continue
+        after_unknown = name not in takes_value and not has_value
+        if name not in takes_value:
+            yield _unknown_option(name, list(declared))
+        elif takes_value[name] and not has_value:
+            next(rest, None)
+
+
+def _unknown_option(name: str, known: Sequence[str]) -> Problem:
+    if name in NOT_BUILT:
+        return Problem(f"{name} (a flag of ModelOpt's hf_ptq.py) is not built: {NOT_BUILT[name]}")
+    near = difflib.get_close_matches(name, known, 3, 0.6)
+    return Problem(f"there is no option {name}", f"nearest: {', '.join(near)}" if near else "see hf-ptq --help")
+
+
+def _listing() -> Iterator[str]:
+    """The lines of --list."""
+    from hf_ptq.data.datasets import DATASETS
+    from hf_ptq.quantization.recipe import RECIPES_DIR, list_kv_presets, list_presets
+
+    groups = {
+        "Presets (--qformat)": list_presets(),
+        "KV-cache presets (--kv_cache_qformat)": list_kv_presets(),
+        "Recipes (--recipe FILE)": [(str(RECIPES_DIR / "presets"), "the presets' own files, to copy and change")],
+        "Data sets (--dataset)": [(name, spec.description) for name, spec in DATASETS.items()],
+    }
+    for title, entries in groups.items():
+        width = max((len(name) for name, _ in entries), default=0)
+        yield from (title, *(f"  {name:<{width}}  {text}" for name, text in entries), "")
+
+
+def _as_text(error: HfPtqError) -> str:
+    """One block: every problem with its cure."""
+    reason = "this request cannot be carried out" if isinstance(error, UserError) else "the run failed"
+    if len(error.problems) == 1:
+        return f"hf-ptq: {reason}: {error.problems[0]}"
+    items = (f"{i}. {problem}".replace("\n", "\n  ") for i, problem in enumerate(error.problems, 1))
+    return "\n  ".join((f"hf-ptq: {reason}, for {len(error.problems)} reasons:", *items))

@@ -1,0 +1,123 @@
+"""The resident driver: all units through one step, then through the next.
+
+Load, quantize and export are functions of one unit; a driver is only the order of the calls. (A streaming driver
+will run all steps per unit.) Encoding a unit queues its tensors for writing and goes on, so that the disk works while
+the next unit is encoded, and while the second preview runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_ptq.checkpoint.slices import SourceReader
+from hf_ptq.checkpoint.source import Source
+from hf_ptq.checkpoint.writer import ShardWriter
+from hf_ptq.data.loop import choose_batch_size, run_calibration
+from hf_ptq.data.rows import CalibrationData
+from hf_ptq.distributed.plan import free_bytes
+from hf_ptq.export.tensors import WeightError, quantize_unit, refuse_nonfinite
+from hf_ptq.model.build import MetaModel, finish_loading, load_unit
+from hf_ptq.model.units import Unit
+from hf_ptq.quantization.algorithms import ALGORITHMS
+from hf_ptq.quantization.assignment import Assignment
+from hf_ptq.quantization.quantizer import Quantizer
+from hf_ptq.quantization.statistics import Statistics
+from hf_ptq.report import Report
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the steps before loading have settled."""
+
+    source: Source
+    meta: MetaModel
+    units: tuple[Unit, ...]
+    assignment: Assignment
+    algorithm: str
+    device: torch.device
+    tokenizer: PreTrainedTokenizerBase | None
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model: on meta first, filled by `load`."""
+        return self.meta.model
+
+
+def load(job: Job, reader: SourceReader, report: Report) -> None:
+    """Fill the model unit by unit; raises RunError naming tensors that hold NaN or infinity."""
+    parameter_of = {name: placement.parameter for name, placement in job.meta.placements.items()}
+    built = [unit for unit in job.units if not unit.is_carried]
+    total = sum(job.source.tensors[name].num_bytes for unit in built for name in unit.tensors)
+    with report.progress("load", total, "bytes") as advance:
+        for unit in built:
+            load_unit(job.meta, {name: reader.tensor(name) for name in unit.tensors}, job.device)
+            refuse_nonfinite(unit, job.model, parameter_of)
+            advance(sum(job.source.tensors[name].num_bytes for name in unit.tensors))
+        finish_loading(job.meta, job.device)
+
+
+def calibrate(
+    job: Job, quantizers: Mapping[str, Quantizer], data: CalibrationData, batch_size: int, report: Report
+) -> None:
+    """Run the rows through the model and give every quantizer its range."""
+    algorithm = ALGORITHMS[job.algorithm]
+    statistics = Statistics(algorithm.statistics(quantizers), job.device)
+    algorithm.start(quantizers, statistics)
+    body = _without_head(job, quantizers)
+    row_tokens = max(len(row) for row in data.rows)
+    size, reason = batch_size, "--batch_size"
+    if size == 0:
+        size, reason = choose_batch_size(
+            len(data.rows), row_tokens, _token_bytes(job.model, row_tokens), _free_bytes(job)
+        )
+    report.say(f"   batches of {size} rows ({reason})")
+    report.record("batch_size", {"rows": size, "reason": reason})
+    run_calibration(lambda batch: body(**batch, use_cache=False), data.rows, size, job.device, statistics, report)
+    for warning in algorithm.finish(quantizers, statistics):
+        report.warn(warning)
+
+
+def quantize(
+    job: Job, writer: ShardWriter, reader: SourceReader, keep_rounded: bool, report: Report
+) -> list[WeightError]:
+    """Encode every unit and queue it for writing; see `export.tensors.quantize_unit`."""
+    errors: list[WeightError] = []
+    total = sum(q.view.num_elements for q in job.assignment.quantized)
+    with report.progress("quantize", total, "weights") as advance:
+        for unit in job.units:
+            done = quantize_unit(unit, job.model, job.assignment, writer, reader, keep_rounded)
+            errors += done
+            inside = {error.module for error in done}
+            advance(sum(q.view.num_elements for q in job.assignment.quantized if q.view.modules[0] in inside))
+    return errors
+
+
+def _without_head(job: Job, quantizers: Mapping[str, Quantizer]) -> torch.nn.Module:
+    """The model's body: no logits are computed, unless something outside the body is calibrated."""
+    body = job.model.base_model
+    inside = {id(module) for module in body.modules()}
+    return body if all(id(q) in inside for q in quantizers.values()) else job.model
+
+
+def _token_bytes(model: PreTrainedModel, row_tokens: int) -> int:
+    """The largest activations that one token needs at a time, from the configuration's sizes.
+
+    Two copies of the hidden state in fp32 (norms), the widest projection three times (gate, up, product), and a row
+    of attention scores per head where the attention materialises them.
+    """
+    config = model.config.get_text_config()
+    width = max(
+        [config.hidden_size, *(m.out_features for m in model.base_model.modules() if isinstance(m, torch.nn.Linear))]
+    )
+    scores = config.num_attention_heads * row_tokens * 6 if config._attn_implementation == "eager" else 0
+    return config.hidden_size * 8 + width * 3 * model.dtype.itemsize + scores
+
+
+def _free_bytes(job: Job) -> int:
+    """Memory that activations may use. On a CPU batches gain nothing beyond the caches: a sixteenth of the weights."""
+    free = free_bytes(job.device)
+    return free if job.device.type == "cuda" else min(free // 2, max(1 << 27, job.source.total_bytes // 8))

@@ -1,0 +1,71 @@
+"""Previews: what the model says before and after quantization, as a first check by eye.
+
+Greedy decoding of the beginning of the first calibration row, or of a built-in sentence where there is no data. The
+quantized model computes as a server would: its weights are the decoded ones, its activations are rounded. In a single
+process a preview is best effort: if it fails, the run goes on and says so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_ptq.report import Report
+
+PROMPT_TOKENS = 64
+SENTENCE = "The quickest way to understand how a bicycle stays upright is to"
+
+
+@dataclass(frozen=True)
+class Preview:
+    """A prompt and its greedy continuation, as text (token ids where there is no tokenizer)."""
+
+    prompt: str
+    continuation: str
+
+
+def preview(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    row: torch.Tensor | None,
+    new_tokens: int,
+    report: Report,
+) -> Preview | None:
+    """Generate `new_tokens` tokens after `row` (1-D int64 ids) or the built-in sentence; None if that failed."""
+    prompt = _prompt(tokenizer, row)
+    if prompt is None or not model.can_generate():
+        report.warn(
+            "no preview: " + ("the model does not generate" if prompt is not None else "no tokenizer and no data")
+        )
+        return None
+    ids = prompt[None].to(next(model.parameters()).device)
+    own = model.generation_config
+    padding = own.pad_token_id if own is not None and own.pad_token_id is not None else 0
+    config = GenerationConfig(
+        do_sample=False,
+        max_new_tokens=new_tokens,
+        eos_token_id=own.eos_token_id if own is not None else None,
+        pad_token_id=padding,
+    )
+    try:
+        with torch.no_grad():
+            output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)  # type: ignore[operator]
+    except Exception as error:  # noqa: BLE001 - a preview is best effort in a single process
+        report.warn(f"the preview failed ({type(error).__name__}: {error}); the run goes on")
+        return None
+    tokens = output[0] if isinstance(output, torch.Tensor) else output.sequences[0]
+    return Preview(_text(tokenizer, prompt), _text(tokenizer, tokens[len(prompt) :]))
+
+
+def _prompt(tokenizer: PreTrainedTokenizerBase | None, row: torch.Tensor | None) -> torch.Tensor | None:
+    if row is not None:
+        return row[:PROMPT_TOKENS]
+    if tokenizer is None:
+        return None
+    return torch.tensor(tokenizer(SENTENCE)["input_ids"], dtype=torch.int64)
+
+
+def _text(tokenizer: PreTrainedTokenizerBase | None, ids: torch.Tensor) -> str:
+    return " ".join(map(str, ids.tolist())) if tokenizer is None else str(tokenizer.decode(ids.tolist()))

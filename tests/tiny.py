@@ -1,0 +1,95 @@
+"""Tiny random checkpoints in the hub's layout, with a byte tokenizer: they prove plumbing, not quality.
+
+Names ending in _wide have sizes that are multiples of 128, so that every block format fits; qwen3_moe_starved never
+routes to experts 6 and 7. Weights are drawn wide so that outputs differ; nothing is left at zero.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+BASE = {
+    "vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    "initializer_range": 0.2, "tie_word_embeddings": False,
+}  # fmt: skip
+WIDE = {**BASE, "hidden_size": 256, "head_dim": 64, "num_hidden_layers": 2}
+QWEN3_MOE = {
+    "intermediate_size": 96, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True,
+}  # fmt: skip
+TOP2 = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32}
+NO_HEAD_DIM = {key: value for key, value in BASE.items() if key != "head_dim"} | {"num_key_value_heads": 4}
+GROUPED = {
+    "intermediate_size": 96, "moe_intermediate_size": 32, "n_routed_experts": 8, "num_experts_per_tok": 2,
+    "n_shared_experts": 1, "topk_group": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
+MLA = {"kv_lora_rank": 32, "q_lora_rank": 48, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+
+CONFIGS: dict[str, tuple[str, dict]] = {
+    "llama": ("LlamaConfig", {**BASE, "intermediate_size": 96}),
+    "llama_tied": ("LlamaConfig", {**BASE, "intermediate_size": 96, "tie_word_embeddings": True}),
+    "llama_wide": ("LlamaConfig", {**WIDE, "intermediate_size": 384}),
+    "qwen3": ("Qwen3Config", {**BASE, "intermediate_size": 96, "tie_word_embeddings": True}),
+    "qwen3_moe": ("Qwen3MoeConfig", {**BASE, **QWEN3_MOE}),
+    "qwen3_moe_starved": ("Qwen3MoeConfig", {**BASE, **QWEN3_MOE}),
+    "qwen3_moe_wide": ("Qwen3MoeConfig", {**WIDE, **QWEN3_MOE, "intermediate_size": 384, "moe_intermediate_size": 128}),
+    "mixtral": ("MixtralConfig", {**BASE, **TOP2}),
+    "deepseek_v3": ("DeepseekV3Config", {**NO_HEAD_DIM, **GROUPED, **MLA, "n_group": 2}),
+    "glm4_moe": ("Glm4MoeConfig", {**BASE, **GROUPED, "n_group": 1}),
+    "minimax_m2": ("MiniMaxM2Config", {**BASE, **TOP2}),
+}
+
+
+def save_tiny(name: str, directory: Path, dtype: torch.dtype = torch.bfloat16, **changes: object) -> Path:
+    """Write the tiny model `name`, with `changes` to its configuration, into `directory`; returns it."""
+    class_name, options = CONFIGS[name]
+    config = getattr(transformers, class_name)(**{**options, **changes})
+    model = build(name, config, dtype)
+    model.save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)
+    return directory
+
+
+def build(name: str, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1 and parameter.abs().sum() == 0:
+                parameter.normal_(std=0.05)
+        biases = {key: b for key, b in model.named_buffers() if "e_score_correction_bias" in key}
+        for buffer in biases.values():
+            buffer.normal_(std=0.1)
+        if name.endswith("_starved"):
+            _starve(model)
+    model.to(dtype)
+    for key, buffer in model.named_buffers():
+        if key in biases:
+            buffer.data = buffer.data.float()  # as in the hub's checkpoints
+    return model
+
+
+def _starve(model: PreTrainedModel) -> None:
+    """Channel 0 stays a positive constant that steers every token away from experts 6 and 7."""
+    model.model.embed_tokens.weight[:, 0] = 5.0
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight[0] = 0.0
+        layer.mlp.experts.down_proj[:, 0] = 0.0
+        layer.mlp.gate.weight[:6, 0] = 0.0
+        layer.mlp.gate.weight[6:8] = 0.0
+        layer.mlp.gate.weight[6:8, 0] = -50.0
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Bytes to ids 3..252."""
+    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())[:250]
+    vocab = {"<pad>": 0, "<s>": 1, "</s>": 2, **{symbol: i + 3 for i, symbol in enumerate(symbols)}}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<pad>"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>")

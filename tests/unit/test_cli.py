@@ -1,0 +1,312 @@
+"""The command line: what it takes, what it refuses and how fast, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import hf_ptq
+from hf_ptq import cli
+from hf_ptq.config import RunConfig
+from hf_ptq.errors import Problem, RunError, UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAVY = ("torch", "transformers", "datasets", "accelerate", "numpy", "pandas", "safetensors.torch")
+FLAGS = {
+    "--pyt_ckpt_path", "--model", "--revision", "--trust_remote_code", "--attn_implementation",
+    "--qformat", "--recipe", "--kv_cache_qformat",
+    "--dataset", "--calib_size", "--calib_seq", "--batch_size",
+    "--export_path", "--overwrite", "--max_shard_size", "--durable", "--no-durable",
+    "--device", "--skip_generate", "--dry_run", "--seed", "--verbose", "--no-verbose", "--list", "--version",
+}
+
+# Runs main and says on the last line of standard output what it returned and which heavy modules it has loaded.
+WATCHED_MAIN = f"""
+import json, sys
+from hf_ptq.cli import main
+code = main(sys.argv[1:])
+print(json.dumps([code, [name for name in {HEAVY!r} if name in sys.modules]]))
+"""
+
+
+@pytest.fixture
+def source(tmp_path):
+    """A directory that looks like a checkpoint from outside: config.json and one safetensors file without tensors."""
+    directory = tmp_path / "source"
+    directory.mkdir()
+    (directory / "config.json").write_text('{"model_type": "llama"}')
+    header = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    (directory / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    return directory
+
+
+@pytest.fixture
+def sound(source, tmp_path):
+    """The options of a request with nothing wrong."""
+    return ["--model", str(source), "--export_path", str(tmp_path / "out"), "--dataset", "pydoc", "--device", "cpu"]
+
+
+@pytest.fixture
+def run_with(monkeypatch):
+    """Puts a function in the place of hf_ptq.run.run."""
+
+    def put(function):
+        module = ModuleType("hf_ptq.run")
+        module.run = function
+        monkeypatch.setitem(sys.modules, "hf_ptq.run", module)
+
+    return put
+
+
+def refused(capsys, *words):
+    """What a refused request prints; its exit code is 2 and standard output stays empty."""
+    assert cli.main([str(word) for word in words]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    return err
+
+
+# ---- what is taken
+
+
+def test_the_flags_are_those_of_the_design():
+    command = cli._command()
+    assert {name for p in command.params for name in (*p.opts, *p.secondary_opts)} == FLAGS
+
+
+def test_every_option_says_what_it_does_and_its_default():
+    for param in cli._command().params:
+        assert len(param.help) > 20, param.name
+        shown_by_typer = param.default is not None and param.default is not False
+        shows_default = shown_by_typer or "Default:" in param.help or "Required" in param.help
+        assert shows_default or param.name in ("show_list", "show_version"), param.name
+
+
+def test_defaults_are_those_of_the_config():
+    config, problems = cli.to_config(cli.Options(model="m"))
+    assert problems == []
+    assert config == RunConfig(model="m", export_path=Path("exported_model"))
+
+
+def test_every_option_arrives(run_with, sound, source, tmp_path):
+    got = []
+    run_with(got.append)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "x"}\n')
+    words = [*sound, "--qformat", "nvfp4", "--kv-cache-qformat", "none", "--overwrite", "--max-shard-size=500MB",
+             "--no-durable", "--dataset", f"pydoc,{rows}", "--calib_size", "4,5", "--calib-seq", "64",
+             "--batch_size", "2", "--attn_implementation", "eager", "--trust-remote-code", "--skip_generate",
+             "--dry-run", "--no-verbose", "--seed", "7"]
+    assert cli.main(words) == 0
+    assert got == [RunConfig(
+        model=str(source), export_path=tmp_path / "out", qformat="nvfp4", kv_cache_qformat="none", overwrite=True,
+        max_shard_bytes=500_000_000, durable=False, datasets=("pydoc", str(rows)), calib_sizes=(4, 5),
+        calib_seq=64, batch_size=2, device="cpu", attn_implementation="eager", trust_remote_code=True,
+        skip_generate=True, dry_run=True, verbose=False, seed=7)]
+
+
+@pytest.mark.parametrize("spelled", ["--export_path", "--export-path"])
+@pytest.mark.parametrize("model_flag", ["--pyt_ckpt_path", "--pyt-ckpt-path", "--model"])
+def test_hyphens_and_underscores_are_one(spelled, model_flag):
+    options = cli._read([model_flag, "m", spelled, "a-b_c"])
+    assert (options.model, options.export_path) == ("m", Path("a-b_c"))
+
+
+# ---- what is refused
+
+
+def test_unknown_words_are_refused_together_with_the_nearest_names(capsys):
+    err = refused(capsys, "--qformt", "nvfp4", "--calib-sise=4", "--model", "--export_path", "stray", "--verbos")
+    assert "no option --qformt" in err
+    assert "nearest: --qformat" in err
+    assert "no option --calib_sise" in err
+    assert "--calib_size" in err
+    assert "'stray' belongs to no option" in err
+    assert "nearest: --verbose" in err
+    assert "'nvfp4'" not in err, "the value of an unknown option is not a second problem"
+
+
+@pytest.mark.parametrize("flag", cli.NOT_BUILT)
+def test_flags_of_the_peer_that_are_not_built_say_so_in_one_line(capsys, flag):
+    err = refused(capsys, "--model", "demo", flag.replace("_", "-"), "1")
+    (line,) = [line for line in err.splitlines() if flag in line]
+    assert "is not built" in line
+    assert cli.NOT_BUILT[flag] in line
+
+
+def test_what_is_used_in_place_of_a_flag_exists():
+    for flag, instead in cli.NOT_BUILT.items():
+        assert flag not in FLAGS
+        for word in instead.replace(",", " ").replace(";", " ").split():
+            assert not word.startswith("--") or word in FLAGS, (flag, word)
+
+
+@pytest.mark.parametrize(("words", "named"), [
+    (["--model"], "'--model' requires an argument"),
+    (["--batch_size", "x"], "'--batch_size'"),
+    (["--seed", "1.5"], "'--seed'"),
+    (["--overwrite=yes"], "--overwrite"),
+])
+def test_values_that_cannot_be_read(capsys, words, named):
+    assert named in refused(capsys, *words)
+
+
+def test_all_problems_of_a_request_come_at_once(capsys, source, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("rules: []\ncolour: red\n")
+    err = refused(
+        capsys, "--model", source, "--revision", "main", "--recipe", recipe, "--qformat", "nvfp4",
+        "--kv_cache_qformat", "fp8_csat", "--export_path", source, "--max_shard_size", "5XB",
+        "--dataset", "cnn_dailymial,pydoc", "--calib_size", "0,x,3", "--calib_seq", "0", "--batch_size", "-1",
+        "--seed", "-1", "--device", "gpu")
+    for named in (
+        "WORLD_SIZE is 4: runs of several ranks are not built yet", "--revision main names a version on the hub",
+        "--recipe", "both say what is quantized", "unknown key 'colour'", "fp8_cast", str(source), "'5XB' is no size",
+        "cnn_dailymail", "'x' in '0,x,3' is no whole number", "--calib_seq 0 is less than 1",
+        "--batch_size -1 is less than 0", "--seed -1 is less than 0", "--device 'gpu' is no device",
+    ):
+        assert named in err, named
+    assert "reasons:" in err.splitlines()[0]
+    assert "->" in err
+
+
+@pytest.mark.parametrize(("changed", "named"), [
+    (["--qformat", "nvfp5"], "nearest: nvfp4"),
+    (["--calib_size", "0"], "--calib_size 0"),
+    (["--calib_size", "1,2,3", "--dataset", "pydoc,c4"], "3 numbers"),
+    (["--dataset", "cnn_dayly"], "cnn_dailymail"),
+    (["--model", "/nosuch/model"], "/nosuch/model"),
+    (["--recipe", "/nosuch/recipe.yaml"], "/nosuch/recipe.yaml"),
+    (["--max_shard_size", "0"], "--max_shard_size 0 is less than 1"),
+])
+def test_one_wrong_value_is_one_problem(capsys, sound, changed, named):
+    err = refused(capsys, *sound, *changed)
+    assert named in err
+    assert err.startswith("hf-ptq: this request cannot be carried out: "), "one problem, no list"
+
+
+def test_a_missing_model_is_told(capsys, tmp_path):
+    assert "--model is missing" in refused(capsys, "--export_path", tmp_path / "out")
+
+
+def test_one_rank_under_torchrun_is_let_in(run_with, sound, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    run_with(lambda config: None)
+    assert cli.main(sound) == 0
+
+
+# ---- exit codes and what is printed
+
+
+@pytest.mark.parametrize(("error", "code", "start"), [
+    (UserError(Problem("no place", "make some")), 2, "hf-ptq: this request cannot be carried out: no place"),
+    (RunError("disk full"), 1, "hf-ptq: the run failed: disk full"),
+    (RunError("a", "b"), 1, "hf-ptq: the run failed, for 2 reasons:"),
+    (KeyboardInterrupt(), 130, "hf-ptq: interrupted"),
+])
+def test_exit_codes(run_with, sound, capsys, error, code, start):
+    def fail(config):
+        raise error
+
+    run_with(fail)
+    assert cli.main(sound) == code
+    err = capsys.readouterr().err
+    assert err.startswith(start)
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("verbose", [True, False])
+def test_a_bug_of_ours_exits_1_with_its_place(run_with, sound, capsys, verbose):
+    def deep(config):
+        raise ZeroDivisionError("in the deep")
+
+    def fail(config):
+        deep(config)
+
+    run_with(fail)
+    assert cli.main(sound if verbose else [*sound, "--no_verbose"]) == 1
+    err = capsys.readouterr().err
+    assert "ZeroDivisionError: in the deep" in err
+    assert "in deep" in err
+    assert ("in fail" in err) == verbose, "only the last frame unless verbose"
+
+
+def test_system_exit_is_left_alone(run_with, sound):
+    run_with(lambda config: sys.exit(5))
+    with pytest.raises(SystemExit, match="5"):
+        cli.main(sound)
+
+
+# ---- speed: no torch, and under a second
+
+
+QUICK = [
+    ["--help"], ["--list"], ["--version"], ["--nosuch"], ["--export_fmt", "hf"], ["--batch_size", "x"], [],
+    ["--model", "/nosuch/model", "--qformat", "nvfp5", "--device", "cuda:9", "--dataset", "nosuch", "--seed", "-1"],
+]
+
+
+@pytest.mark.parametrize("words", QUICK, ids=lambda words: " ".join(words[:2]) or "nothing")
+def test_answers_within_a_second_and_without_torch(words, tmp_path):
+    """Seconds are of processor time, and so do not depend on what else the machine does; alone it is the clock's."""
+    clean = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "PYTHONPATH")}
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, "-c", WATCHED_MAIN, *words], cwd=tmp_path, env=clean, check=False,
+                          capture_output=True, text=True, timeout=60)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    code, heavy = json.loads(done.stdout.splitlines()[-1])
+    assert heavy == []
+    assert code == (0 if words in QUICK[:3] else 2), done.stderr
+    assert after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime < 1
+
+
+def test_list_names_presets_and_data_sets(capsys):
+    assert cli.main(["--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for name in ("fp8", "fp8_per_channel_per_token", "nvfp4", "w4a16_nvfp4", "int8_weight_only", "nvfp4_mlp_only",
+                 "fp8_cast", "none", "cnn_dailymail", "nemotron-post-training-dataset-v2", "c4", "wikitext", "pydoc"):
+        (line,) = [line for line in lines if line.split()[:1] == [name]]
+        assert len(line.split()) > 2, "a name and a line about it"
+
+
+def test_help_has_its_panels(capsys):
+    assert cli.main(["--help"]) == 0
+    out = capsys.readouterr().out
+    for panel in ("Model", "Quantization", "Calibration data", "Export", "Run"):
+        assert f" {panel} " in out
+
+
+@pytest.mark.parametrize("start", [["-m", "hf_ptq"], [str(ROOT / "hf-ptq")]], ids=["module", "launcher"])
+def test_both_starts_are_the_same_command(start, tmp_path):
+    done = subprocess.run([sys.executable, *start, "--version"], cwd=tmp_path, check=True, capture_output=True)
+    assert done.stdout.decode() == f"hf-ptq {hf_ptq.__version__}\n"
+    failed = subprocess.run([sys.executable, *start, "--nosuch"], cwd=tmp_path, check=False, capture_output=True)
+    assert failed.returncode == 2
+
+
+def test_the_launcher_runs_the_checkout_it_lies_in():
+    assert os.access(ROOT / "hf-ptq", os.X_OK)
+    launcher = str(ROOT / "hf-ptq")
+    code = f"import runpy, sys; runpy.run_path({launcher!r}); import hf_ptq; print(hf_ptq.__file__, sys.path[0])"
+    done = subprocess.run([sys.executable, "-P", "-c", code], cwd="/", check=True, capture_output=True, text=True)
+    assert done.stdout.split() == [str(ROOT / "hf_ptq" / "__init__.py"), str(ROOT)]
+
+
+# ---- the package
+
+
+def test_public_names_come_on_first_use():
+    code = "import sys, hf_ptq; assert not any(m.startswith('hf_ptq.') for m in sys.modules); hf_ptq.RunConfig"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert hf_ptq.RunConfig is RunConfig
+    assert {"RunConfig", "quantize", "__version__"} <= set(dir(hf_ptq))
+    with pytest.raises(AttributeError, match="nosuch"):
+        _ = hf_ptq.nosuch

@@ -56,18 +56,29 @@ class SourceReader:
         Raises RunError where the file ends early (it changed since its header was read).
         """
         buffer = torch.empty(num_bytes, dtype=torch.uint8)
-        view = memoryview(buffer.numpy())  # type: ignore[arg-type]
-        descriptor = self._open(entry.file)
+        if self.read_into(memoryview(buffer.numpy()), entry.file, entry.offset + start) < num_bytes:  # type: ignore[arg-type]
+            raise self.ended_inside(entry)
+        return buffer
+
+    def read_into(self, view: memoryview, file: str, offset: int) -> int:
+        """Fill `view` (bytes) with what `file` holds from the absolute byte `offset` on; any thread may call it.
+
+        Returns the bytes read, fewer than asked for where the file ends early. Raises OSError.
+        """
+        descriptor = self._open(file)
         done = 0
-        while done < num_bytes:
-            chunk = view[done : done + READ_CHUNK]
-            count = os.preadv(descriptor, [chunk], entry.offset + start + done)
+        while done < len(view):
+            count = os.preadv(descriptor, [view[done : done + READ_CHUNK]], offset + done)
             if count == 0:
-                raise RunError(f"{self.path(entry)} ended inside {entry.name}: the file changed while it was read")
+                break
             done += count
         with self._lock:
-            self.bytes_read += num_bytes
-        return buffer
+            self.bytes_read += done
+        return done
+
+    def ended_inside(self, entry: TensorEntry) -> RunError:
+        """The error for a file that ends before a tensor's last byte, though its header was whole."""
+        return RunError(f"{self.path(entry)} ended inside {entry.name}: the file changed while it was read")
 
     def _open(self, file: str) -> int:
         with self._lock:
@@ -100,7 +111,7 @@ class LazyTensor:
             return whole if indices in ((Ellipsis,), ()) else whole[indices]
         first, rest = indices[0], indices[1:]
         if isinstance(first, int):
-            row = first % shape[0]
+            row = range(shape[0])[first]  # IndexError where there is no such row
             rows = self._rows(row, row + 1)[0]
             return rows[rest] if rest else rows
         start, stop, step = first.indices(shape[0])

@@ -9,6 +9,10 @@ hands keys and values (after rotary embedding, as the kernel gets them) to the s
 The cache holds keys and values as they were computed, so the wrapper rounds all of them in each step; rounding is a
 function of each row alone, so this gives what a cache of rounded rows would.
 
+Multi-head latent attention caches the normalised latent and the rotary key, from which keys and values are computed.
+There one quantizer sees both: the output of the latent's norm, by a hook, and the rotary part of each key, which is
+its last `qk_rope_head_dim` numbers. (vLLM and SGLang scale the whole cache row by `k_scale`.)
+
 Modules that do not look their kernel up by name are found on the meta model by `takes_registry`. This file does not
 know what the quantizers do.
 """
@@ -31,6 +35,7 @@ from hf_ptq.errors import Problem, UserError
 K_QUANTIZER = "k_quantizer"
 V_QUANTIZER = "v_quantizer"
 KEY_LEAVES = ("k_proj", "kv_b_proj", "qkv_proj")  # a module that owns one of these is an attention module
+LATENT_NORM = "kv_a_layernorm"
 Kernel = Callable[..., Any]
 
 
@@ -47,6 +52,32 @@ def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
 def takes_registry(module: nn.Module) -> bool:
     """True for an attention module whose own source file looks the kernel up by name."""
     return "ALL_ATTENTION_FUNCTIONS" in vars(sys.modules[type(module).__module__])
+
+
+def is_latent(module: nn.Module) -> bool:
+    """True for multi-head latent attention: keys and values come from a normalised latent."""
+    return {LATENT_NORM, "kv_b_proj"} <= module._modules.keys()
+
+
+def attach_latent_quantizer(module: Any, quantizer: nn.Module) -> None:
+    """Let `quantizer` see what multi-head latent attention caches."""
+    module.add_module(K_QUANTIZER, RotaryPart(quantizer, module.qk_rope_head_dim))
+    module.get_submodule(LATENT_NORM).register_forward_hook(lambda _module, _arguments, latent: quantizer(latent))
+
+
+class RotaryPart(nn.Module):
+    """Applies a quantizer to the last `size` numbers of each row."""
+
+    def __init__(self, quantizer: nn.Module, size: int) -> None:
+        super().__init__()
+        self.quantizer = quantizer
+        self.size = size
+
+    def forward(self, keys: torch.Tensor) -> torch.Tensor:
+        """Keys [batch, heads, tokens, head_dim], the rotary part rounded if the quantizer rounds."""
+        rotary = keys[..., -self.size :]
+        rounded = self.quantizer(rotary)
+        return keys if rounded is rotary else torch.cat([keys[..., : -self.size], rounded], dim=-1)
 
 
 def use_our_attention(model: PreTrainedModel) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers import initialization as hf_initialization
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -39,6 +40,8 @@ from hf_ptq.checkpoint.names import Placement, place_tensors
 from hf_ptq.checkpoint.slices import LazyTensor
 from hf_ptq.checkpoint.source import Source
 from hf_ptq.errors import Problem, RunError, UserError, refuse_if_any
+
+OTHER_MODEL = "config.json belongs to another model"
 
 
 @dataclass
@@ -135,7 +138,7 @@ def _quiet_loader() -> Iterator[None]:
 def _read_config(source: Source, trust_remote_code: bool) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(source.directory, trust_remote_code=trust_remote_code)
-    except (ValueError, KeyError, OSError) as error:
+    except (ValueError, KeyError, OSError, StrictDataclassError) as error:
         cure = f"transformers {transformers.__version__} reads it? if it is newer than that, upgrade transformers"
         raise UserError(Problem(f"config.json of {source.origin}: {_first_line(error)}", cure)) from error
 
@@ -219,6 +222,7 @@ def _placement_problems(meta: MetaModel, source: Source) -> Iterator[Problem]:
             f"{source.origin} lacks {len(missing)} tensors that {type(meta.model).__name__} needs: {shown}",
             "the checkpoint is incomplete, or config.json belongs to another model",
         )
+    yield from _stack_problems(meta, source)
     for name, placement in meta.placements.items():
         if placement.parameter is None or placement.pattern is not None:
             continue
@@ -228,6 +232,28 @@ def _placement_problems(meta: MetaModel, source: Source) -> Iterator[Problem]:
                 f"{name} has shape {list(stored)}, the model of config.json needs {list(wanted)}",
                 "config.json belongs to another model",
             )
+
+
+def _stack_problems(meta: MetaModel, source: Source) -> Iterator[Problem]:
+    """Stacked experts of which some are missing, or of another shape than the parameter has room for."""
+    known = meta.model.state_dict()
+    stacks: dict[str, dict[str, list[str]]] = {}
+    for name, placement in meta.placements.items():
+        if placement.parameter is not None and placement.pattern in meta.stacking:
+            stacks.setdefault(placement.parameter, {}).setdefault(placement.pattern, []).append(name)
+    for parameter, by_pattern in stacks.items():
+        experts, rows, *inner = known[parameter].shape
+        patterns = meta.stacking[next(iter(by_pattern))]
+        for pattern in patterns:
+            members = by_pattern.get(pattern, [])
+            wanted = [rows // len(patterns), *inner]
+            if len(members) != experts:
+                what = f"{parameter} needs {experts} experts, {source.origin} has {len(members)} of {pattern!r}"
+                yield Problem(what, f"the checkpoint is incomplete; it has {', '.join(members[:4])} ...")
+            for name in members:
+                if list(source.tensors[name].shape) != wanted:
+                    shape = list(source.tensors[name].shape)
+                    yield Problem(f"{name} has shape {shape}, the model of config.json needs {wanted}", OTHER_MODEL)
 
 
 def _first_line(error: Exception) -> str:

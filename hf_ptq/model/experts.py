@@ -28,7 +28,6 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-IMPLEMENTATIONS = ("grouped_mm", "eager")
 INPUT_QUANTIZER = "input_quantizer"
 DOWN_INPUT_QUANTIZER = "down_input_quantizer"
 # What the decorator of transformers sets on every experts module that takes the registry.
@@ -39,10 +38,15 @@ ALIGNMENT_BYTES = 16  # strides that the grouped kernel takes are multiples of t
 
 
 class RowQuantizer(Protocol):
-    """Sees the rows [rows, inputs] of a grouped product with the expert of each; gives what is multiplied."""
+    """Sees the rows of a grouped product with the expert of each; gives what is multiplied."""
 
-    def quantize_rows(self, values: torch.Tensor, experts: torch.Tensor, is_live: torch.Tensor) -> torch.Tensor:
-        """`experts` int64 [rows]; rows that are not `is_live` (bool [rows]) belong to no token of this rank."""
+    def quantize_rows(
+        self, values: torch.Tensor, source: torch.Tensor | None, experts: torch.Tensor, is_live: torch.Tensor
+    ) -> torch.Tensor:
+        """The rows [rows, inputs]: `values` themselves, or `values[source]` (int64 [rows]).
+
+        `experts`: int64 [rows]; rows that are not `is_live` (bool [rows]) belong to no token of this rank.
+        """
         ...
 
 
@@ -55,7 +59,7 @@ def takes_registry(module: nn.Module) -> bool:
 
 
 def use_our_experts(model: PreTrainedModel, implementation: str) -> None:
-    """Let every experts module of `model` run `experts_forward` with that kernel (one of IMPLEMENTATIONS)."""
+    """Let every experts module of `model` run `experts_forward` with that kernel (a name of `KERNELS`)."""
     if any(takes_registry(module) for module in model.modules()):
         model.set_experts_implementation(_registered_name(implementation))
 
@@ -117,29 +121,39 @@ def experts_forward(
     owner = experts.clamp(max=module.num_experts - 1)
 
     first = "gate_up_proj" if module.has_gate else "up_proj"
-    rows = _quantized(module, INPUT_QUANTIZER, hidden_states[order // k], owner, is_live)
+    rows = _quantized(module, INPUT_QUANTIZER, hidden_states, order // k, owner, is_live)
     inner = _product(module, first, rows, ends, owner, kernel)
     if module._is_expert_parallel:
         inner = inner.masked_fill(~is_live[:, None], 0.0)  # the kernel leaves rows beyond the last end undefined
     inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
-    inner = _quantized(module, DOWN_INPUT_QUANTIZER, inner, owner, is_live)
+    inner = _quantized(module, DOWN_INPUT_QUANTIZER, inner, None, owner, is_live)
     out = _product(module, "down_proj", inner, ends, owner, kernel)
     if module._is_expert_parallel:
         out = out.masked_fill(~is_live[:, None], 0.0)
     if module.has_post_expert_norm:
         out = module.post_expert_norm(out)
 
-    out = out * top_k_weights.reshape(-1)[order][:, None]
-    in_place = torch.empty_like(out)
-    in_place[order] = out  # back to (token, choice); summing by reshape is deterministic, index_add is not
-    return in_place.view(num_tokens, k, -1).sum(1).to(hidden_states.dtype)
+    # Back to (token, choice) by the inverse order; summing by reshape is deterministic, index_add is not.
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order), device=order.device)
+    out = out.index_select(0, inverse).view(num_tokens, k, -1)
+    weights = top_k_weights[..., None]
+    out = out.mul_(weights) if out.dtype == weights.dtype else out * weights
+    return out.sum(1).to(hidden_states.dtype)
 
 
 def _quantized(
-    module: nn.Module, name: str, values: torch.Tensor, experts: torch.Tensor, is_live: torch.Tensor
+    module: nn.Module,
+    name: str,
+    values: torch.Tensor,
+    source: torch.Tensor | None,
+    experts: torch.Tensor,
+    is_live: torch.Tensor,
 ) -> torch.Tensor:
     quantizer: Any = module._modules.get(name)
-    return values if quantizer is None else quantizer.quantize_rows(values, experts, is_live)
+    if quantizer is None:
+        return values if source is None else values.index_select(0, source)
+    return quantizer.quantize_rows(values, source, experts, is_live)
 
 
 def _product(

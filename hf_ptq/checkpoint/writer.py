@@ -6,10 +6,9 @@ from the first moment. Opening and sizing a file does the same whoever does it, 
 asking each other; each then names the tensors it will write.
 
 How: tensors are handed to a pool of threads in batches of a few MB (a hand-over per tensor would cost more than
-writing a small one) and written in pieces that stay in the processor's cache between the checksum and the write.
-`write` blocks while more than `max_queued_bytes` wait. A CUDA tensor is copied by the thread that writes it: on that
-thread's own stream, after an event of the caller's stream, through that thread's one pinned buffer, so pinned memory
-is bounded by construction.
+writing a small one) and written piece by piece. `write` blocks while more than `max_queued_bytes` wait. A CUDA tensor
+is copied by the thread that writes it, after an event of the caller's stream. Small CUDA tensors are cheap as a stack
+only (`write_stack`): one copy serves all.
 
 Each tensor's CRC-32 is taken from memory on the way to the file; verification compares it with what the file holds.
 
@@ -18,9 +17,6 @@ This file does not know what the tensors mean, nor when the checkpoint is comple
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import os
 import threading
 import time
 import zlib
@@ -33,18 +29,16 @@ from types import TracebackType
 import torch
 
 from hf_ptq.checkpoint.dtypes import SAFETENSORS_DTYPES
+from hf_ptq.checkpoint.shard_file import ShardFile, write_all, write_failed
 from hf_ptq.checkpoint.shards import ShardPlan, TensorPlan
+from hf_ptq.checkpoint.tensor_bytes import CudaStaging, cpu_pieces, file_pieces
 from hf_ptq.errors import Problem, RunError
 
-PIECE_BYTES = 4 << 20  # one checksum-and-write step
 BATCH_BYTES = 8 << 20  # what is handed to a thread at a time,
 BATCH_TENSORS = 512  # or so many small ones
+STACK_BYTES = 16 << 20  # of a stack in one job
+PINNED_BYTES = 16 << 20  # of each thread, for CUDA tensors
 MAX_NAMED = 20  # tensor names in one message
-CURES: dict[int | None, str] = {
-    errno.ENOSPC: "free room there, or take another --export_path",
-    errno.EDQUOT: "free room in that quota, or take another --export_path",
-    errno.EMFILE: "raise the limit of open files (ulimit -n), or --max_shard_size",
-}
 
 
 class ShardWriter:
@@ -65,8 +59,8 @@ class ShardWriter:
     ) -> None:
         self.fsync_seconds = 0.0
         self._max_queued = max_queued_bytes
-        self._files: list[_File] = []
-        self._pending: dict[str, tuple[_File, TensorPlan]] = {}
+        self._files: list[ShardFile] = []
+        self._pending: dict[str, tuple[ShardFile, TensorPlan]] = {}
         self._checksums: dict[str, int] = {}
         self._twice: list[str] = []
         self._queued = 0
@@ -76,12 +70,12 @@ class ShardWriter:
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         self._stopped = False
-        self._staging = _Staging(min(PIECE_BYTES * 4, max(1, max_queued_bytes // threads)))
+        self._staging = CudaStaging(min(PINNED_BYTES, max(1, max_queued_bytes // threads)))
         wanted = None if names is None else set(names)
         for shard in shards:
             own = [t for t in shard.tensors if wanted is None or t.name in wanted]
             if own:
-                file = _File(directory / shard.file, shard, len(own))
+                file = ShardFile(directory / shard.file, shard, len(own))
                 file.create()
                 self._files.append(file)
                 self._pending.update((t.name, (file, t)) for t in own)
@@ -98,26 +92,47 @@ class ShardWriter:
         """Queue one tensor, on the CPU or a CUDA device, contiguous or not; it must not be changed afterwards.
 
         Blocks while too many bytes are waiting. Raises RunError if the tensor is not the planned one (dtype, shape, a
-        meta tensor) or if any earlier write has failed. Many small tensors are cheap on the CPU only: copy the scales
-        of a CUDA model to the host in one transfer.
+        meta tensor) or if any earlier write has failed.
         """
+        self._write((name,), tensor[None])
+
+    def write_stack(self, names: Sequence[str], stack: torch.Tensor) -> None:
+        """Queue `stack[i]` as the tensor `names[i]`, for all i: the tensors of all experts of a layer in one call.
+
+        The stack goes to the host in few large copies, and tensors that lie side by side in the file are written
+        together. Otherwise as `write`. ValueError if there are not as many names as tensors.
+        """
+        if len(names) != stack.shape[0]:
+            raise ValueError(f"{len(names)} names for a stack of {stack.shape[0]} tensors, the first {names[:1]}")
+        self._write(names, stack)
+
+    def _write(self, names: Sequence[str], stack: torch.Tensor) -> None:
         self._raise_error()
-        place = self._claim(name)
-        if place is None:
+        if not names:
             return
-        file, plan = place
-        found = (SAFETENSORS_DTYPES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
-        if found != (plan.dtype, plan.shape) or tensor.device.type == "meta":
-            raise RunError(
-                f"{name}: the layout has {plan.dtype} {list(plan.shape)}, "
-                f"the tensor to write is {found[0]} {list(found[1])} on device {tensor.device}"
-            )
-        if tensor.device.type == "cuda":
+        found = (SAFETENSORS_DTYPES.get(stack.dtype, str(stack.dtype)), tuple(stack.shape[1:]))
+        places: list[tuple[ShardFile, TensorPlan]] = []
+        for name in names:
+            place = self._claim(name)
+            if place is None:
+                return
+            plan = place[1]
+            if found != (plan.dtype, plan.shape) or stack.device.type == "meta":
+                raise RunError(
+                    f"{name}: the layout has {plan.dtype} {list(plan.shape)}, "
+                    f"the tensor to write is {found[0]} {list(found[1])} on device {stack.device}"
+                )
+            places.append(place)
+        ready = None
+        if stack.device.type == "cuda":
             ready = torch.cuda.Event()
-            ready.record(torch.cuda.current_stream(tensor.device))
-            self._queue(_Job(file, plan, self._staging.pieces(tensor.detach(), ready), plan.num_bytes))
-        else:
-            self._queue(_Job(file, plan, _pieces(tensor), plan.num_bytes))
+            ready.record(torch.cuda.current_stream(stack.device))
+        step = max(1, STACK_BYTES // max(1, places[0][1].num_bytes))
+        for start in range(0, len(places), step):
+            part = stack[start : start + step].detach()
+            pieces = cpu_pieces(part) if ready is None else self._staging.pieces(part, ready)
+            here = places[start : start + step]
+            self._queue(_Job(_runs(here), pieces, sum(plan.num_bytes for _, plan in here)))
 
     def copy(self, name: str, path: Path, offset: int) -> None:
         """Queue the copy of one tensor's bytes from `path` at `offset`; they are taken as they are, unseen."""
@@ -125,7 +140,7 @@ class ShardWriter:
         place = self._claim(name)
         if place is not None:
             file, plan = place
-            self._queue(_Job(file, plan, _file_pieces(path, offset, plan.num_bytes), 0))
+            self._queue(_Job(_runs([(file, plan)]), file_pieces(path, offset, plan.num_bytes), 0))
 
     def finish(self, durable: bool) -> dict[str, int]:
         """Wait for all writes; `durable` also flushes the files to the disk. Returns the CRC-32 of each tensor.
@@ -142,7 +157,7 @@ class ShardWriter:
         start = time.perf_counter()
         if durable:
             with ThreadPoolExecutor(4) as pool:
-                list(pool.map(_File.flush, self._files))
+                list(pool.map(ShardFile.flush, self._files))
         self.fsync_seconds = time.perf_counter() - start
         self._stopped = True
         return dict(self._checksums)
@@ -156,7 +171,7 @@ class ShardWriter:
         for file in self._files:
             file.close()
 
-    def _claim(self, name: str) -> tuple[_File, TensorPlan] | None:
+    def _claim(self, name: str) -> tuple[ShardFile, TensorPlan] | None:
         """The place of a tensor that has not been written; None (and a note for `finish`) if it has been."""
         if name not in self._own:
             raise RunError(f"{name}: not among the tensors that this writer was to write")
@@ -179,7 +194,7 @@ class ShardWriter:
                 self._raise_error()
             self._queued += job.held_bytes
             self._batch.append(job)
-            self._batch_bytes += job.plan.num_bytes
+            self._batch_bytes += job.num_bytes
             if self._batch_bytes >= self._max_batch_bytes or len(self._batch) >= BATCH_TENSORS:
                 self._submit()
 
@@ -208,19 +223,26 @@ class ShardWriter:
             self._store(job)
 
     def _store(self, job: _Job) -> None:
-        """Write one tensor piece by piece."""
-        position, checksum = job.file.plan.offsets[job.plan.name], 0
-        descriptor = job.file.open()
-        for piece in job.pieces:
-            if self._stopped:
-                return
-            checksum = zlib.crc32(piece, checksum)
-            try:
-                position = _write_all(descriptor, piece, position)
-            except OSError as error:
-                raise _write_failed(job.file.path, job.plan.name, error) from error
-        self._checksums[job.plan.name] = checksum
-        job.file.done_with_one()
+        """Write the tensors of a job; a piece may hold several of them, or a part of one."""
+        pieces = job.pieces
+        piece = memoryview(b"")
+        for run in job.runs:
+            descriptor, position, left = run.file.open(), run.position, run.num_bytes
+            sums = _Checksums(run.tensors)
+            while left:
+                if not piece:
+                    piece = next(pieces)
+                if self._stopped:
+                    return
+                part, piece = piece[:left], piece[left:]
+                sums.add(part)
+                try:
+                    position = write_all(descriptor, part, position)
+                except OSError as error:
+                    raise write_failed(run.file.path, run.tensors[0].name, error) from error
+                left -= len(part)
+            self._checksums.update(sums.finish())
+            run.file.done_with(len(run.tensors))
 
     def _raise_error(self) -> None:
         """Raise what a thread ran into."""
@@ -231,156 +253,63 @@ class ShardWriter:
 
 
 @dataclass(frozen=True)
-class _Job:
-    """One tensor to write: its bytes come piece by piece, made in the writing thread; `held_bytes` wait in memory."""
+class _Run:
+    """Tensors that lie side by side in one file, from `position` on."""
 
-    file: _File
-    plan: TensorPlan
+    file: ShardFile
+    position: int
+    tensors: tuple[TensorPlan, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+
+def _runs(places: Sequence[tuple[ShardFile, TensorPlan]]) -> tuple[_Run, ...]:
+    """The tensors in their order, cut where the next one does not follow the last in its file."""
+    runs: list[tuple[ShardFile, list[TensorPlan]]] = []
+    end: tuple[ShardFile, int] | None = None
+    for file, plan in places:
+        position = file.plan.offsets[plan.name]
+        if end != (file, position):
+            runs.append((file, []))
+        runs[-1][1].append(plan)
+        end = file, position + plan.num_bytes
+    return tuple(_Run(file, file.plan.offsets[plans[0].name], tuple(plans)) for file, plans in runs)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Tensors to write: their bytes come piece by piece, made in the writing thread; `held_bytes` wait in memory."""
+
+    runs: tuple[_Run, ...]
     pieces: Iterator[memoryview]
     held_bytes: int
 
-
-class _File:
-    """One shard: created at once, opened by the first of its tensors, closed by the last."""
-
-    def __init__(self, path: Path, plan: ShardPlan, num_tensors: int) -> None:
-        self.path = path
-        self.plan = plan
-        self._left = num_tensors
-        self._descriptor = -1
-        self._lock = threading.Lock()
-
-    def create(self) -> None:
-        """Header and final size; the data is a hole until it is written. Raises RunError."""
-        try:
-            descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o666)
-            try:
-                _write_all(descriptor, memoryview(self.plan.header), 0)
-                os.ftruncate(descriptor, self.plan.num_bytes)
-            finally:
-                os.close(descriptor)
-        except OSError as error:
-            raise _write_failed(self.path, "the header", error) from error
-
-    def open(self) -> int:
-        """The file descriptor."""
-        with self._lock:
-            if self._descriptor < 0:
-                try:
-                    self._descriptor = os.open(self.path, os.O_WRONLY)
-                except OSError as error:
-                    raise _write_failed(self.path, "tensors", error) from error
-            return self._descriptor
-
-    def done_with_one(self) -> None:
-        """Count one tensor as written."""
-        with self._lock:
-            self._left -= 1
-            if self._left == 0:
-                self._close()
-
-    def close(self) -> None:
-        """Close the descriptor if it is open."""
-        with self._lock:
-            self._close()
-
-    def flush(self) -> None:
-        """Wait until the file is on the disk. Raises RunError."""
-        try:
-            descriptor = os.open(self.path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-        except OSError as error:
-            raise _write_failed(self.path, "its data to the disk", error) from error
-
-    def _close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+    @property
+    def num_bytes(self) -> int:
+        return sum(run.num_bytes for run in self.runs)
 
 
-class _PerThread(threading.local):
-    """What one writing thread keeps; `__init__` runs once in each thread that looks."""
+class _Checksums:
+    """CRC-32 of each of several tensors, whose bytes come one after the other in pieces of any size."""
 
-    def __init__(self) -> None:
-        self.buffer: torch.Tensor | None = None
-        self.streams: dict[torch.device, torch.cuda.Stream] = {}
+    def __init__(self, tensors: Sequence[TensorPlan]) -> None:
+        self._sums = dict.fromkeys((tensor.name for tensor in tensors), 0)
+        self._ahead = [(tensor.name, tensor.num_bytes) for tensor in reversed(tensors)]
 
+    def add(self, piece: memoryview) -> None:
+        """The next bytes."""
+        while piece:
+            name, left = self._ahead.pop()
+            part, piece = piece[:left], piece[left:]
+            self._sums[name] = zlib.crc32(part, self._sums[name])
+            if len(part) < left:
+                self._ahead.append((name, left - len(part)))
 
-class _Staging:
-    """Per thread: one CUDA stream per device and one pinned buffer, made when first needed."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self._num_bytes = num_bytes
-        self._local = _PerThread()
-
-    def pieces(self, tensor: torch.Tensor, ready: torch.cuda.Event) -> Iterator[memoryview]:
-        """The bytes of a CUDA tensor, a buffer at a time; each piece is valid until the next is asked for.
-
-        Runs in the writing thread. `ready` was recorded on the caller's stream after the tensor was made. The tensor
-        is held until the last copy is complete, so its memory is not given to anybody before.
-        """
-        buffer, stream = self._own(tensor.device)
-        stream.wait_event(ready)
-        with torch.cuda.stream(stream):
-            data = tensor.contiguous().reshape(-1).view(torch.uint8)
-        for part in data.split(self._num_bytes):
-            target = buffer[: part.numel()]
-            with torch.cuda.stream(stream):
-                target.copy_(part, non_blocking=True)
-            stream.synchronize()
-            yield target.numpy().data
-
-    def _own(self, device: torch.device) -> tuple[torch.Tensor, torch.cuda.Stream]:
-        """This thread's buffer (uint8) and its stream on `device`."""
-        own = self._local
-        if own.buffer is None:
-            own.buffer = torch.empty(self._num_bytes, dtype=torch.uint8, pin_memory=True)
-        if device not in own.streams:
-            own.streams[device] = torch.cuda.Stream(device)
-        return own.buffer, own.streams[device]
-
-
-def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The bytes of a CPU tensor. A 0-d tensor has no dimension to reinterpret, hence the reshape first."""
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
-    for start in range(0, len(data), PIECE_BYTES):
-        yield data[start : start + PIECE_BYTES]
-
-
-def _file_pieces(path: Path, offset: int, num_bytes: int) -> Iterator[memoryview]:
-    """`num_bytes` bytes of a file from `offset` on. Raises RunError if it cannot be read or is too short."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except OSError as error:
-        raise RunError(f"{path}: cannot be read: {error.strerror}") from error
-    with contextlib.closing(os.fdopen(descriptor, "rb", buffering=0)) as file:
-        buffer = memoryview(bytearray(min(PIECE_BYTES, num_bytes)))
-        done = 0
-        while done < num_bytes:
-            try:
-                got = os.preadv(file.fileno(), [buffer[: num_bytes - done]], offset + done)
-            except OSError as error:
-                raise RunError(f"{path}: cannot be read: {error.strerror}") from error
-            if not got:
-                raise RunError(f"{path}: ends at byte {offset + done}, a tensor needs {num_bytes - done} bytes more")
-            yield buffer[:got]
-            done += got
-
-
-def _write_all(descriptor: int, data: memoryview, position: int) -> int:
-    """`pwrite` until all of `data` is written (one call takes 2 GiB at most); returns the position behind it."""
-    while len(data):
-        written = os.pwrite(descriptor, data, position)
-        data, position = data[written:], position + written
-    return position
-
-
-def _write_failed(path: Path, what: str, error: OSError) -> RunError:
-    """The message for a failed write, with the cure where one is known."""
-    return RunError(Problem(f"{path}: cannot write {what}: {error.strerror or error}", CURES.get(error.errno, "")))
+    def finish(self) -> dict[str, int]:
+        """Name -> checksum; an empty tensor has that of no bytes."""
+        return self._sums
 
 
 def _count(what: str, names: Sequence[str]) -> list[Problem]:

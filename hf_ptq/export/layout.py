@@ -26,7 +26,12 @@ ALGOS: dict[tuple[str, str | None], LayerAlgo] = {
     ("nvfp4", None): LayerAlgo("W4A16_NVFP4", 16, 4, None, "float"),
     ("int8_per_channel", None): LayerAlgo("W8A16", None, 8, None, "int"),
 }
-KV_ALGOS: dict[tuple[str, str], str] = {("fp8_cast", "fp8_cast"): "FP8"}
+KV_ALGOS: dict[tuple[str, str], str] = {
+    ("fp8", "fp8"): "FP8",
+    ("fp8_cast", "fp8_cast"): "FP8",
+    ("nvfp4", "nvfp4"): "NVFP4",
+    ("nvfp4_cast", "nvfp4_cast"): "NVFP4",
+}
 NO_LINEAR = ("embed", "norm", "conv")  # in the names of carried-over matrices that no server builds a linear for
 
 
@@ -48,7 +53,7 @@ def kv_algo(assignment: Assignment) -> str | None:
     """The layout's name of the KV-cache format; None where keys and values stay as they are."""
     if assignment.kv is None:
         return None
-    pair = assignment.kv[0].name, assignment.kv[1].name
+    pair = assignment.kv.k.name, assignment.kv.v.name
     if pair not in KV_ALGOS:
         raise UserError(
             Problem(

@@ -39,10 +39,12 @@ class Sample:
 
 
 def decibels(signal: float, noise: float) -> float:
-    """Signal-to-noise ratio; PERFECT_DB without noise, 0 for noise without signal."""
-    if noise <= 0:
+    """Signal-to-noise ratio; PERFECT_DB without noise, 0 for noise without signal or noise that is no number."""
+    if noise == 0:
         return PERFECT_DB
-    return min(PERFECT_DB, 10 * math.log10(signal / noise)) if signal > 0 else 0.0
+    if not (signal > 0 and math.isfinite(noise)):
+        return 0.0
+    return min(PERFECT_DB, 10 * math.log10(signal / noise))
 
 
 def by_kind(errors: Sequence[WeightError]) -> dict[str, list[WeightError]]:
@@ -78,12 +80,8 @@ def read_samples(
             samples.append(Sample(error.module, kind, cosine, decibels(signal, noise)))
             expected = decibels(error.signal, error.noise)
             if not abs(samples[-1].db - expected) <= TOLERANCE_DB:
-                problems.append(
-                    Problem(
-                        f"{error.module}: on disk its signal-to-noise is {samples[-1].db:.2f} dB, in memory it was {expected:.2f}",
-                        "the disk or the memory is faulty; run again elsewhere",
-                    )
-                )
+                what = f"{error.module}: signal-to-noise {samples[-1].db:.2f} dB on disk, {expected:.2f} dB in memory"
+                problems.append(Problem(what, "the disk or the memory is faulty; run again elsewhere"))
     return samples, problems
 
 

@@ -36,7 +36,7 @@ ALGO_SUPPORT: dict[str, tuple[str, ...]] = {
     "FP8": SERVERS,
     "FP8_PER_CHANNEL_PER_TOKEN": (VLLM, TRTLLM),
     "FP8_PB_WO": (VLLM,),
-    "fp8_pb_wo": (VLLM, TRTLLM),  # TensorRT-LLM knows the name in lower case only, vLLM compares in upper case
+    "fp8_pb_wo": (VLLM, TRTLLM),  # TensorRT-LLM knows the lower case only, vLLM compares in upper case
     "NVFP4": SERVERS,
     "NVFP4_AWQ": (SGLANG, TRTLLM),
     "W4A16_NVFP4": SERVERS,
@@ -51,7 +51,8 @@ ALGO_SUPPORT: dict[str, tuple[str, ...]] = {
     "NVFP4_SVD": (),
     "MIXED_PRECISION": SERVERS,
 }
-PER_TENSOR_EXPERTS = ("FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "fp8_pb_wo")  # vLLM loads experts of these as static FP8
+# vLLM loads experts of these as static per-tensor FP8.
+PER_TENSOR_EXPERTS = ("FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "fp8_pb_wo")
 
 Verdict = bool | None  # excluded, not excluded, or None: the server raises
 

@@ -20,13 +20,13 @@ from hf_ptq.checkpoint.shards import TensorPlan
 from hf_ptq.checkpoint.slices import SourceReader
 from hf_ptq.checkpoint.source import Source
 from hf_ptq.checkpoint.writer import ShardWriter
-from hf_ptq.errors import Problem, RunError
 from hf_ptq.model.units import Unit
 from hf_ptq.model.views import WEIGHT
 from hf_ptq.quantization.assignment import Assignment, QuantizedWeight
 from hf_ptq.quantization.formats import codecs
 from hf_ptq.quantization.formats.codec import Codec, Tensors
 from hf_ptq.quantization.formats.description import NumberFormat
+from hf_ptq.quantization.formats.fp8 import scale_of
 from hf_ptq.quantization.quantizer import Quantizer
 
 PART_ELEMENTS = 1 << 24  # elements encoded at a time: 64 MiB of fp32 per temporary
@@ -49,7 +49,10 @@ class WeightError:
 
 
 def plan_tensors(units: Sequence[Unit], source: Source, assignment: Assignment) -> list[TensorPlan]:
-    """What the export holds, in the order of the units; exact before any weight is loaded."""
+    """What the export holds, in the order of the units; exact before any weight is loaded.
+
+    Scales of the KV cache come last.
+    """
     quantized = assignment.by_module
     planned: list[TensorPlan] = []
     for unit in units:
@@ -58,17 +61,30 @@ def plan_tensors(units: Sequence[Unit], source: Source, assignment: Assignment) 
             if weight is None:
                 entry = source.tensors[name]
                 planned.append(TensorPlan(name, entry.dtype, entry.shape))
-            else:
-                planned += _planned_weight(name.removesuffix(WEIGHT), weight)
-    return planned
+            elif name.removesuffix(WEIGHT) == weight.view.modules[0]:
+                planned += _planned_weight(weight)
+    return planned + [TensorPlan(name, "F32", ()) for layer in _cache_layers(assignment) for name in _kv_names(layer)]
 
 
-def _planned_weight(module: str, weight: QuantizedWeight) -> Iterator[TensorPlan]:
+def _cache_layers(assignment: Assignment) -> list[str]:
+    """The source's names of the attention modules whose cache has scales to store."""
+    cache = assignment.kv
+    return list(cache.layers.values()) if cache is not None and cache.needs_data else []
+
+
+def _kv_names(layer: str) -> tuple[str, str]:
+    """Where every server finds the scales of a layer's keys and values."""
+    return f"{layer}.k_proj.k_scale", f"{layer}.v_proj.v_scale"
+
+
+def _planned_weight(weight: QuantizedWeight) -> Iterator[TensorPlan]:
+    """The tensors of a view; those of all experts by kind, so that a stack lies in the file as it does in memory."""
+    modules = weight.view.modules
     layout = codecs()[weight.weight.name].layout(weight.view.shape)
     for local, (dtype, shape) in layout.items():
-        yield TensorPlan(f"{module}.{local}", SAFETENSORS_DTYPES[dtype], shape)
+        yield from (TensorPlan(f"{module}.{local}", SAFETENSORS_DTYPES[dtype], shape) for module in modules)
     if has_input_scale(weight.input):
-        yield TensorPlan(f"{module}.{INPUT_SCALE}", "F32", ())
+        yield from (TensorPlan(f"{module}.{INPUT_SCALE}", "F32", ()) for module in modules)
 
 
 def has_input_scale(number_format: NumberFormat | None) -> bool:
@@ -165,9 +181,10 @@ def _parts(shape: tuple[int, ...]) -> Iterator[Index]:
 
 
 def _write_weight(weight: QuantizedWeight, encoded: Tensors, writer: ShardWriter) -> None:
+    modules = weight.view.modules
     for local, tensor in encoded.items():
-        for i, module in enumerate(weight.view.modules):
-            writer.write(f"{module}.{local}", tensor[i] if weight.view.is_stacked else tensor)
+        names = [f"{module}.{local}" for module in modules]
+        writer.write_stack(names, tensor if weight.view.is_stacked else tensor[None])
 
 
 # --- input scales --------------------------------------------------------------------------------
@@ -184,38 +201,34 @@ def write_input_scales(
     scales = {key: _input_scale(quantizers[key]) for key in keys}
     host = dict(zip(keys, torch.stack(list(scales.values())).cpu(), strict=True))
     for weight in static:
-        for module in weight.view.modules:
-            writer.write(f"{module}.{INPUT_SCALE}", host[weight.input_key])
+        names = [f"{module}.{INPUT_SCALE}" for module in weight.view.modules]
+        writer.write_stack(names, host[weight.input_key].repeat(len(names)))
     return {key: float(scale) for key, scale in host.items()}
 
 
 def _input_scale(quantizer: Quantizer) -> torch.Tensor:
-    assert quantizer.amax is not None, f"{quantizer.key} was not calibrated"
-    scale = quantizer.codec.input_scale(quantizer.amax)
+    scale = quantizer.codec.input_scale(_range(quantizer))
     assert scale is not None
     return scale
 
 
-# --- checks ----------------------------------------------------------------------------------------
+def write_kv_scales(assignment: Assignment, quantizers: Mapping[str, Quantizer], writer: ShardWriter) -> list[str]:
+    """Write the scales of a calibrated KV cache, amax / 448 whatever its format; returns warnings.
+
+    Latent attention has one range for keys and values, which are computed from the same cache.
+    """
+    layers = _cache_layers(assignment)
+    if not layers:
+        return []
+    quantizer_of = [(quantizers[f"{n}.k"], quantizers.get(f"{n}.v", quantizers[f"{n}.k"])) for n in layers]
+    ranges = torch.stack([_range(q) for pair in quantizer_of for q in pair]).cpu().view(-1, 2)
+    for layer, pair in zip(layers, scale_of(ranges), strict=True):
+        for name, scale in zip(_kv_names(layer), pair, strict=True):
+            writer.write(name, scale)
+    dead = [layer for layer, pair in zip(layers, ranges.tolist(), strict=True) if 0 in pair]
+    return [f"keys or values of {layer} were zero in every calibration token; their scale is 1.0" for layer in dead]
 
 
-def refuse_nonfinite(unit: Unit, model: nn.Module, parameter_of: Mapping[str, str | None]) -> None:
-    """Raise RunError naming the source tensors of a loaded unit that hold NaN or infinity."""
-    names = {parameter_of[name]: name for name in unit.tensors}
-    parameters = {n: p for n in names if n is not None and (p := _parameter(model, n)) is not None}
-    if not parameters:
-        return
-    extremes = torch.stack([torch.stack(p.aminmax()).float().sum() for p in parameters.values()])
-    bad = [name for name, ok in zip(parameters, extremes.isfinite().tolist(), strict=True) if not ok]
-    if bad:
-        named = [n for n in unit.tensors if parameter_of[n] in bad]
-        raise RunError(
-            *(Problem(f"{n} holds NaN or infinity", "the source is damaged; download it again") for n in named)
-        )
-
-
-def _parameter(model: nn.Module, name: str) -> torch.Tensor | None:
-    """The parameter of that name if it is one and holds floats (buffers may hold -inf on purpose)."""
-    owner, _, leaf = name.rpartition(".")
-    parameter = model.get_submodule(owner)._parameters.get(leaf)
-    return parameter if parameter is not None and parameter.is_floating_point() and parameter.numel() else None
+def _range(quantizer: Quantizer) -> torch.Tensor:
+    assert quantizer.amax is not None, f"{quantizer.key} was not calibrated"
+    return quantizer.amax

@@ -53,6 +53,12 @@ def export(path: Path, overwrite: bool = False, files: dict[str, str] = NEW, rep
         destination.commit(durable=True)
 
 
+def fail(path: Path, error: BaseException, report: Report | None = None) -> None:
+    with Destination(path, False, report or quiet()) as destination:
+        fill(destination.directory, NEW)
+        raise error
+
+
 @pytest.fixture(params=["sibling", "inside"])
 def place(request, tmp_path, monkeypatch) -> Path:
     """A final path that is made by a rename, or one that stays because it is a mount point."""
@@ -184,12 +190,24 @@ def test_a_new_export(place):
     assert not list(place.glob(".*"))
 
 
+def test_an_empty_directory_that_was_prepared_is_filled(tmp_path):
+    place = tmp_path / "out"
+    place.mkdir(mode=0o750)
+    before = place.stat().st_ino
+    with Destination(place, False, quiet()) as destination:
+        assert destination.directory.parent == place
+        fill(destination.directory, NEW)
+        destination.commit()
+        assert not destination.directory.exists()
+    assert contents(place) == NEW
+    assert (place.stat().st_ino, place.stat().st_mode & 0o777) == (before, 0o750)
+
+
 def test_parents_are_made_and_on_failure_removed(tmp_path):
     export(tmp_path / "a" / "b" / "out")
     assert contents(tmp_path / "a" / "b" / "out") == NEW
-    with pytest.raises(KeyboardInterrupt), Destination(tmp_path / "c" / "d" / "out", False, quiet()) as destination:
-        fill(destination.directory, NEW)
-        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        fail(tmp_path / "c" / "d" / "out", KeyboardInterrupt())
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a"]
 
 
@@ -222,10 +240,9 @@ def test_without_overwrite_an_earlier_export_stays(place):
 
 def test_an_earlier_export_stays_while_the_new_one_is_made(place):
     fill(place, OLD)
-    with pytest.raises(RunError), Destination(place, True, quiet()) as destination:
+    with Destination(place, True, quiet()) as destination:
         fill(destination.directory, NEW)
         assert {k: v for k, v in contents(place).items() if not k.startswith(".")} == OLD
-        raise RunError("disk full")
     assert contents(place) == OLD
 
 
@@ -292,10 +309,11 @@ def test_inside_a_checkpoint_appears_with_its_config_last_and_goes_with_it_first
 def test_a_path_that_is_filled_by_another_during_the_run(tmp_path):
     place = tmp_path / "out"
     for overwrite in (False, True):
-        with pytest.raises(RunError, match="not empty and holds no earlier export"), Destination(place, overwrite, quiet()) as d:
-            fill(d.directory, NEW)
+        with Destination(place, overwrite, quiet()) as destination:
+            fill(destination.directory, NEW)
             fill(place, {"thesis.tex": "x"})
-            d.commit()
+            with pytest.raises(RunError, match="not empty and holds no earlier export"):
+                destination.commit()
         assert contents(tmp_path) == {"out/thesis.tex": "x"}
         (place / "thesis.tex").unlink()
         place.rmdir()
@@ -362,8 +380,8 @@ def test_an_earlier_export_set_aside_by_a_killed_run(tmp_path):
     place = tmp_path / "out"
     old = leave(place, dead_pid(), kind="old")
     report = quiet()
-    with pytest.raises(RunError), Destination(place, False, report):
-        raise RunError("this run fails too")
+    with pytest.raises(RunError):
+        fail(place, RunError("this run fails too"), report)
     assert contents(old) == OLD  # it may be the only one there is
     assert str(old) in report.warnings[0]
     export(place)

@@ -44,7 +44,7 @@ CASES = [
     (O_PROJ, [L1 + "self_attn.o_proj"], (True, True, True, True)),
     (O_PROJ, ["model.layers.1.self_attn.o"], (True, False, False, False)),  # vLLM: substring
     (module("model.layers.10.mlp.down_proj"), ["model.layers.1"], (True, False, False, False)),
-    (module("model.layers.1.mlp.down_proj"), ["model.layers.1"], (True, True, False, True)),  # SGLang: path, 2026: ancestor
+    (module("model.layers.1.mlp.down_proj"), ["model.layers.1"], (True, True, False, True)),  # path, ancestor
     (O_PROJ, [ATTENTION], (True, True, False, True)),
     (O_PROJ, [ATTENTION + "*"], (True, True, True, True)),
     (O_PROJ, [ATTENTION + ".*"], (True, True, True, True)),
@@ -62,9 +62,11 @@ CASES = [
     (EXPERTS, [L1 + "mlp.experts"], (True, True, True, True)),
     (EXPERTS, [L1 + "mlp.experts*"], (True, True, True, True)),
     (EXPERTS, [L1 + "mlp.experts.0.up_proj"], (True, False, False, False)),  # vLLM: one expert is all
+    (EXPERTS, [L1 + "mlp"], (True, False, False, True)),  # SGLang: no path rule for experts
     (SHARED, [L1 + "mlp.shared_experts.down_proj.weight"], (True, True, False, False)),
     (module("vision_tower.blocks.0.fc1"), [], (True, False, False, False)),
-    (module("language_model.model.layers.0.mlp.down_proj"), ["model.layers.0.mlp.down_proj"], (True, True, False, False)),
+    (module("language_model.model.layers.0.fc1"), ["model.layers.0.fc1"], (True, True, False, False)),
+    (module("language_model.model.layers.0.fc1"), ["model.*.fc1"], (False, True, False, False)),
     (module("language_model.lm_head"), ["lm_*"], (False, True, False, False)),
     (module("model.layers.7.self_attn.q_b_proj"), ["model.layers.0.self_attn.q_b_proj"], (False, True, False, False)),
 ]
@@ -79,7 +81,8 @@ def test_rules_of_the_servers(served, entries, verdicts):
 def test_served_modules_merge_what_servers_merge():
     names = [
         *("a.q_proj", "a.k_proj", "a.v_proj", "b.q_proj", "b.k_proj"),  # b lacks one: stays single
-        *("m.experts.0.gate_proj", "m.experts.0.up_proj", "m.experts.10.gate_proj", "m.gate_proj", "m.up_proj", "lm_head"),
+        *("m.experts.0.gate_proj", "m.experts.0.up_proj", "m.experts.10.gate_proj"),
+        *("m.gate_proj", "m.up_proj", "lm_head"),
     ]
     found = {m.name: (m.linears, m.is_experts) for m in served_modules(names)}
     assert found == {
@@ -127,14 +130,16 @@ def test_a_name_inside_a_quantized_name_gets_a_star_in_front():
     quantized, rest = ["m.mlp.gate_proj", "m.mlp.up_proj"], ["m.mlp.gate"]
     assert exclude_entries(quantized, rest) == ("*m.mlp.gate",)
     assert exclusion_problems(quantized, rest, ["*m.mlp.gate"]) == []
-    assert exclusion_problems(quantized, rest, ["m.mlp.gate"]) == ["m.mlp.gate_up_proj: is quantized but excluded for vLLM"]
+    (problem,) = exclusion_problems(quantized, rest, ["m.mlp.gate"])
+    assert problem == "m.mlp.gate_up_proj: is quantized but excluded for vLLM"
 
 
 def test_problems_name_module_and_servers():
     linears = layer(1, moe=True)
     attention, experts = linears[:4], [name for name in linears if ".experts." in name]
     assert exclusion_problems([], attention[3:], []) == [
-        f"{ATTENTION}.o_proj: is not quantized and not excluded for vLLM, SGLang, TensorRT-LLM before 2026, TensorRT-LLM"
+        f"{ATTENTION}.o_proj: is not quantized and not excluded for "
+        "vLLM, SGLang, TensorRT-LLM before 2026, TensorRT-LLM"
     ]
     assert exclusion_problems([], attention[3:], [], mixed=True) == []
     assert exclusion_problems(experts, [], [experts[0]]) == [f"{L1}mlp.experts: is quantized but excluded for vLLM"]
@@ -146,7 +151,8 @@ def test_problems_name_module_and_servers():
     ]
     assert exclusion_problems([], attention[:3], [attention[0], "re:x"]) == [
         "exclude entry 're:x': no server reads regular expressions in this layout",
-        f"{ATTENTION}.qkv_proj: some but not all of {', '.join(attention[:3])} are excluded, vLLM and SGLang will raise",
+        f"{ATTENTION}.qkv_proj: some but not all of {', '.join(attention[:3])} are excluded, "
+        "vLLM and SGLang will raise",
     ]
 
 
@@ -165,5 +171,6 @@ def test_support():
         "FP8_PER_CHANNEL_PER_TOKEN is taken by vLLM and TensorRT-LLM, not by SGLang",
         "vLLM loads experts of FP8_PER_CHANNEL_PER_TOKEN as static per-tensor FP8",
     ]
-    assert support_warnings(["FP8", "MXFP8"]) == ["SGLang takes MIXED_PRECISION without an NVFP4 layer for another format"]
+    (warning,) = support_warnings(["FP8", "MXFP8"])
+    assert warning == "SGLang takes MIXED_PRECISION without an NVFP4 layer for another format"
     assert all(set(servers) <= set(SERVERS) for servers in ALGO_SUPPORT.values())

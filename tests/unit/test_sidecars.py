@@ -14,19 +14,20 @@ from hf_ptq.export.sidecars import copy_sidecars, list_sidecars
 from hf_ptq.report import Report
 
 SIDECARS = {
-    "tokenizer.json": b'{"a": "\xc3\xbc"}\r\n', "tokenizer.model": bytes(range(256)), "chat_template.jinja": b"{{ x }}",
-    "generation_config.json": b'{"do_sample": false, "temperature": 0.7}', "modeling_x.py": b"import os\n",
-    "README.md": b"", "preprocessor_config.json": b"{}", "added_tokens.json": b"{}", "index.json": b"{}",
-    "onnx_export.py": b"#", "sub/config.json": b'{"inner": 1}', "sub/deeper/code.py": b"x", "my_original/notes.txt": b"y",
-    "tokenizer/original/vocab.txt": b"z",
+    "tokenizer.json": b'{"a": "\xc3\xbc"}\r\n', "tokenizer.model": bytes(range(256)), "README.md": b"",
+    "template.jinja": b"{{ x }}", "generation_config.json": b'{"do_sample": false, "temperature": 0.7}',
+    "preprocessor_config.json": b"{}", "added_tokens.json": b"{}", "index.json": b"{}", "modeling_x.py": b"import os\n",
+    "onnx_export.py": b"#", "sub/config.json": b'{"inner": 1}', "sub/deeper/code.py": b"x",
+    "my_original/notes.txt": b"y", "tokenizer/original/vocab.txt": b"z",
 }  # fmt: skip
 OTHERS = (
     "config.json", "hf_quant_config.json", "hf_ptq_report.json", "quantize_config.json", "quantization_config.json",
     "recipe.yaml", "model.safetensors.index.json", "model.safetensors.index.fp16.json", "pytorch_model.bin.index.json",
-    "model-00001-of-00002.safetensors", "pytorch_model.bin", "x.pt", "x.pth", "x.gguf", "x.onnx", "onnx/model.onnx_data",
-    "tf_model.h5", "flax_model.msgpack", "consolidated.00.pth", "consolidated.safetensors", "consolidated_params.json",
-    "original/tokenizer.model", "original/sub/params.json", ".git/config", ".cache/huggingface/x.json", ".env",
-    "sub/.hidden/x.txt", "sub/weights.safetensors", "__pycache__/modeling_x.cpython-311.pyc",
+    "model-00001-of-00002.safetensors", "pytorch_model.bin", "x.pt", "x.pth", "x.gguf", "x.onnx",
+    "onnx/model.onnx_data", "tf_model.h5", "flax_model.msgpack", "consolidated.00.pth", "consolidated.safetensors",
+    "consolidated_params.json", "original/tokenizer.model", "original/sub/params.json", ".git/config",
+    ".cache/huggingface/x.json", ".env", "sub/.hidden/x.txt", "sub/weights.safetensors",
+    "__pycache__/modeling_x.cpython-311.pyc",
 )  # fmt: skip
 
 
@@ -101,6 +102,16 @@ def test_links_that_lead_out_are_named_and_not_followed(tmp_path):
     assert f"leads out of the source, to {tmp_path / 'secret'}" in warnings["vocab.txt"]
     assert "leads nowhere" in warnings["chat.jinja"]
     assert "no regular file" in warnings["pipe"]
+
+
+def test_blobs_are_the_hubs_only_beside_its_snapshots(tmp_path):
+    fill(tmp_path, {"blobs/1": b"x", "models/source/real.txt": b"real"})
+    (tmp_path / "models/source/blob.json").symlink_to("../../blobs/1")
+    (tmp_path / "out").mkdir()
+    report = quiet()
+    copy_sidecars(source_at(tmp_path / "models/source"), tmp_path / "out", report)
+    assert contents(tmp_path / "out") == {"real.txt": b"real"}
+    assert "leads out of the source" in report.warnings[0]
 
 
 def test_a_link_to_a_directory_inside_is_not_followed(tmp_path):

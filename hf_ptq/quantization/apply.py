@@ -14,7 +14,13 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_ptq.model.attention import K_QUANTIZER, V_QUANTIZER, attention_modules, use_our_attention
+from hf_ptq.model.attention import (
+    K_QUANTIZER,
+    V_QUANTIZER,
+    attach_latent_quantizer,
+    is_latent,
+    use_our_attention,
+)
 from hf_ptq.model.experts import DOWN_INPUT_QUANTIZER, INPUT_QUANTIZER
 from hf_ptq.quantization.assignment import Assignment
 from hf_ptq.quantization.quantizer import Mode, Quantizer
@@ -52,13 +58,20 @@ def _attach_input_quantizers(model: nn.Module, assignment: Assignment) -> dict[s
 
 
 def _attach_kv_quantizers(model: nn.Module, assignment: Assignment) -> dict[str, Quantizer]:
+    """By the source's name of the attention module and `.k` or `.v`; latent attention has `.k` alone, for both."""
     quantizers: dict[str, Quantizer] = {}
-    if assignment.kv is None:
+    cache = assignment.kv
+    if cache is None:
         return quantizers
-    for name, module in attention_modules(model).items():
-        for leaf, number_format in zip((K_QUANTIZER, V_QUANTIZER), assignment.kv, strict=True):
-            quantizers[f"{name}.{leaf}"] = quantizer = Quantizer(f"{name}.{leaf}", number_format)
-            module.add_module(leaf, quantizer)
+    for name, source_name in cache.layers.items():
+        module = model.get_submodule(name)
+        keys = quantizers[f"{source_name}.k"] = Quantizer(f"{source_name}.k", cache.k)
+        if cache.mla == "latent" and is_latent(module):
+            attach_latent_quantizer(module, keys)
+            continue
+        values = quantizers[f"{source_name}.v"] = Quantizer(f"{source_name}.v", cache.v)
+        module.add_module(K_QUANTIZER, keys)
+        module.add_module(V_QUANTIZER, values)
     return quantizers
 
 

@@ -7,13 +7,15 @@ and no longer the recipe. It costs no memory, so that a recipe is judged before 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch import nn
 
 from hf_ptq.errors import Problem, UserError
+from hf_ptq.model.attention import attention_modules, takes_registry
+from hf_ptq.model.experts import takes_registry as experts_take_registry
 from hf_ptq.model.views import WeightView
 from hf_ptq.quantization.formats.description import FORMATS, NumberFormat
 from hf_ptq.quantization.groups import fused_groups
@@ -51,18 +53,37 @@ class LeftAlone:
 
 
 @dataclass(frozen=True)
+class QuantizedCache:
+    """The KV cache: the formats of keys and values, and what multi-head latent attention is calibrated on.
+
+    `layers`: the model's name of each attention module -> the source's.
+    """
+
+    k: NumberFormat
+    v: NumberFormat
+    mla: str
+    layers: dict[str, str]
+
+    @property
+    def needs_data(self) -> bool:
+        """True where ranges have to be calibrated, and scales are stored."""
+        return self.k.needs_data or self.v.needs_data
+
+
+@dataclass(frozen=True)
 class Assignment:
-    """What is quantized with what. `kv`: the format of keys and of values, None where they stay as they are."""
+    """What is quantized with what. `kv` is None where keys and values stay as they are."""
 
     quantized: tuple[QuantizedWeight, ...]
     left_alone: tuple[LeftAlone, ...]
-    kv: tuple[NumberFormat, NumberFormat] | None
+    kv: QuantizedCache | None
     warnings: tuple[str, ...]
 
     @property
     def needs_data(self) -> bool:
         """True where some activation's range has to be calibrated."""
-        return any(q.input is not None and q.input.needs_data for q in self.quantized)
+        inputs = any(q.input is not None and q.input.needs_data for q in self.quantized)
+        return inputs or (self.kv is not None and self.kv.needs_data)
 
     @property
     def by_module(self) -> dict[str, QuantizedWeight]:
@@ -81,17 +102,19 @@ def assign(recipe: Recipe, model: nn.Module, views: Sequence[WeightView]) -> Ass
     groups = _groups(views)
     quantized, left, warnings = _apply_shapes(decisions, groups)
     problems = _split_groups(groups, {m for q in quantized for m in q.view.modules}, quantized)
-    if not quantized:
+    problems += _opaque_experts(recipe, modules, quantized, {view.parameter for view in views})
+    if not quantized and not problems:
         problems.append(
             Problem(
                 f"recipe {recipe.name} quantizes nothing in {type(model).__name__}",
-                f"its patterns match none of {len(views)} linears; the names are e.g. {_examples(views)}",
+                f"{_reasons(left)}; the names are e.g. {_examples(views)}",
             )
         )
     if problems:
         raise UserError(*problems)
-    warnings += _unmatched(recipe, modules, views)
-    return Assignment(tuple(quantized), tuple(left), _decide_kv(recipe), tuple(warnings))
+    kv, kv_warnings = _decide_kv(recipe, model, views)
+    warnings += [*kv_warnings, *_unmatched(recipe, modules, views)]
+    return Assignment(tuple(quantized), tuple(left), kv, tuple(warnings))
 
 
 @dataclass(frozen=True)
@@ -191,13 +214,60 @@ def _split_groups(
     return problems[:5]
 
 
-def _decide_kv(recipe: Recipe) -> tuple[NumberFormat, NumberFormat] | None:
-    """Formats of keys and values: the last rule that decides them for all attention layers."""
-    found: tuple[NumberFormat, NumberFormat] | None = None
-    for rule in recipe.rules:
-        if rule.k is not None and rule.v is not None:
-            found = FORMATS[rule.k], FORMATS[rule.v]
-    return found
+def _opaque_experts(
+    recipe: Recipe, modules: Mapping[str, nn.Module], quantized: Sequence[QuantizedWeight], viewed: set[str]
+) -> list[Problem]:
+    """Experts that the recipe wants quantized and that we cannot reach, one problem a class of module.
+
+    Those that do not look their forward up by name (their inputs stay unseen), and those whose weights the source
+    stores in one tensor for all experts.
+    """
+    found: dict[str, Problem] = {}
+    for weight in quantized:
+        owner = modules[weight.view.owner]
+        if weight.view.is_stacked and weight.input is not None and not experts_take_registry(owner):
+            what = f"{type(owner).__name__} ({weight.view.owner}) runs its experts by itself; their inputs stay unseen"
+            cure = "use a weight-only recipe (--qformat w4a16_nvfp4), or leave the experts out by a rule"
+            found.setdefault(type(owner).__name__, Problem(what, cure))
+    for name, module in modules.items():
+        for leaf, parameter in module._parameters.items():
+            if parameter is None or parameter.dim() != 3 or f"{name}.{leaf}" in viewed or isinstance(module, nn.Conv1d):
+                continue
+            deciding = [
+                r for r in recipe.rules if r.decides_linears and _matching_pattern(r, (f"{name}.{leaf}",), module)
+            ]
+            if deciding and deciding[-1].weight is not None:
+                what = f"{type(module).__name__} ({name}.{leaf}): the source holds all experts in one tensor"
+                cure = "this layout is not built yet; leave the experts out by a rule (enable: false)"
+                found.setdefault(type(module).__name__, Problem(what, cure))
+    return list(found.values())
+
+
+def _decide_kv(
+    recipe: Recipe, model: nn.Module, views: Sequence[WeightView]
+) -> tuple[QuantizedCache | None, list[str]]:
+    """The cache's formats by the last rule that gives them, and warnings.
+
+    Raises UserError where ranges would have to be calibrated in modules that no quantizer can look into.
+    """
+    deciding = [rule for rule in recipe.rules if rule.k is not None and rule.v is not None]
+    attention = attention_modules(model)
+    if not deciding or not attention:
+        return None, []
+    k, v = FORMATS[str(deciding[-1].k)], FORMATS[str(deciding[-1].v)]
+    opaque = sorted({type(module).__name__ for module in attention.values() if not takes_registry(module)})
+    cache = QuantizedCache(k, v, deciding[-1].mla, _attention_names(attention, views))
+    if opaque and cache.needs_data:
+        what = f"{', '.join(opaque)} computes attention by itself, so keys and values cannot be calibrated"
+        raise UserError(Problem(what, "use --kv_cache_qformat fp8_cast or none"))
+    return cache, [f"previews do not round the KV cache: {name} computes attention by itself" for name in opaque]
+
+
+def _attention_names(attention: Iterable[str], views: Sequence[WeightView]) -> dict[str, str]:
+    """The model's names of attention modules -> the source's: the parents of one linear in both."""
+    source_of = {view.owner: view.modules[0] for view in views if not view.is_stacked}
+    parents = {owner.rpartition(".")[0]: module.rpartition(".")[0] for owner, module in source_of.items()}
+    return {name: parents.get(name, name) for name in attention}
 
 
 def _unmatched(recipe: Recipe, modules: Mapping[str, nn.Module], views: Sequence[WeightView]) -> list[str]:
@@ -210,6 +280,12 @@ def _unmatched(recipe: Recipe, modules: Mapping[str, nn.Module], views: Sequence
         for pattern in rule.pattern
         if not any(fnmatchcase(name, pattern) for name in names)
     ]
+
+
+def _reasons(left: Sequence[LeftAlone]) -> str:
+    """Why linears were left alone, the most frequent reasons first."""
+    counts = Counter(alone.reason for alone in left).most_common(3)
+    return "; ".join(f"{count} of {len(left)} weights: {reason}" for reason, count in counts)
 
 
 def _examples(views: Sequence[WeightView]) -> str:

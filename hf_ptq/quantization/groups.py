@@ -23,13 +23,13 @@ FUSED_GROUPS: dict[str, tuple[str, ...]] = {
 
 def fused_groups(modules: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """Fused module name -> its members, for each group of which all members are among `modules` (hub names)."""
-    present = set(modules)
+    present = dict.fromkeys(modules)  # in their order: a set's would differ from run to run, and so would messages
     parents = dict.fromkeys(name.rpartition(".")[0] for name in present)
     found = {}
     for parent in parents:
         prefix = f"{parent}." if parent else ""
         for fused, leaves in FUSED_GROUPS.items():
             members = tuple(prefix + leaf for leaf in leaves)
-            if present.issuperset(members):
+            if all(member in present for member in members):
                 found[prefix + fused] = members
     return found

@@ -41,6 +41,7 @@ class Quantizer(nn.Module):
         self._pending: torch.Tensor | None = None
         self._seen: torch.Tensor | None = None
         self._last_seen: weakref.ref[torch.Tensor] | None = None
+        self._last_rounded: torch.Tensor | None = None
 
     def start_observing(self, pending: torch.Tensor, seen: torch.Tensor) -> None:
         """From now on fold max |x| into `pending` and count tensors (rows, for experts) in `seen`.
@@ -61,25 +62,40 @@ class Quantizer(nn.Module):
         if self.mode == "observe" and self._pending is not None:
             self._observe(values)
         elif self.mode == "quantize":
-            return self.codec.fake_quantize(values, self.amax)  # type: ignore[arg-type]
+            return self._round_once(values)
         return values
 
-    def quantize_rows(self, values: torch.Tensor, experts: torch.Tensor, is_live: torch.Tensor) -> torch.Tensor:
-        """The same for rows [rows, in] that belong to `experts` (int64 [rows]).
+    def quantize_rows(
+        self, values: torch.Tensor, source: torch.Tensor | None, experts: torch.Tensor, is_live: torch.Tensor
+    ) -> torch.Tensor:
+        """The same for rows [rows, in] that belong to `experts` (int64 [rows]): `values`, or `values[source]`.
 
-        All-zero rows are no tokens (expert parallelism sends one to a rank that received none) and are not counted;
-        a row with a NaN is not all zero.
+        Tokens are reduced and rounded before they are copied for each of their experts. All-zero rows are no tokens
+        (expert parallelism sends one to a rank that received none) and are not counted; a row with a NaN is not all
+        zero.
         """
         if self.mode == "observe" and self._pending is not None:
             assert self._seen is not None
             low, high = values.aminmax(dim=-1)
             amax = torch.maximum(high, -low).float()
+            amax = amax if source is None else amax[source]
             is_live = is_live & (amax != 0)
             self._pending.scatter_reduce_(0, experts, torch.where(is_live, amax, 0.0), "amax")
             self._seen.scatter_add_(0, experts, is_live.float())
         elif self.mode == "quantize":
-            return self.codec.fake_quantize(values, self.amax)  # type: ignore[arg-type]
-        return values
+            values = self.codec.fake_quantize(values, self.amax)  # type: ignore[arg-type]
+        return values if source is None else values.index_select(0, source)
+
+    def _round_once(self, values: torch.Tensor) -> torch.Tensor:
+        """Rounded values; the members of a group ask for the same tensor one after the other."""
+        if self._last_rounded is None or self._last_seen is None or self._last_seen() is not values:
+            self._last_seen = weakref.ref(values, self._forget)
+            self._last_rounded = self.codec.fake_quantize(values, self.amax)  # type: ignore[arg-type]
+        return self._last_rounded
+
+    def _forget(self, _: object) -> None:
+        """The tensor seen last is gone: nobody will ask for its rounded values again."""
+        self._last_rounded = None
 
     def _observe(self, values: torch.Tensor) -> None:
         assert self._pending is not None

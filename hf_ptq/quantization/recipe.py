@@ -13,7 +13,9 @@ A recipe is a YAML file:
 `pattern` is a case-sensitive glob (or a list of globs) on the names of modules, in the checkpoint's naming or in the
 model's own; `parent_class` narrows a rule to modules of these classes. A rule gives formats to `weight` and `input`
 (one that is not named stays unquantized), to the attention's `k` and `v`, or turns modules off. `optional: true`
-means that it is no news if a pattern matches nothing.
+means that it is no news if a pattern matches nothing. Multi-head latent attention caches the normalised latent and
+the rotary key, and servers scale both with `k_scale`: `mla: latent`, the default, calibrates these; `mla: expanded`
+calibrates the keys and values that are computed from them, as the peer does.
 
 A preset (`--qformat`) is such a file in `hf_ptq/recipes/presets`; KV presets are in `recipes/kv`, shared rules in
 `recipes/units`. This module knows names and structure only; it imports no torch, so that a refusal costs nothing.
@@ -21,8 +23,9 @@ A preset (`--qformat`) is such a file in `hf_ptq/recipes/presets`; KV presets ar
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -62,7 +65,6 @@ NOT_BUILT_YET: dict[str, str] = {
     **dict.fromkeys(
         (
             "nvfp4_omlp_only",
-            "nvfp4_experts_only",
             "nvfp4_fp8_mha",
             "mamba_moe_fp8_aggressive",
             "mamba_moe_fp8_conservative",
@@ -72,7 +74,8 @@ NOT_BUILT_YET: dict[str, str] = {
         "its recipe",
     ),
 }
-KV_NOT_BUILT_YET = ("fp8", "fp8_affine", "nvfp4", "nvfp4_cast", "nvfp4_affine", "nvfp4_rotate")
+DEFAULT_KV = "fp8_cast"
+KV_NOT_BUILT_YET = ("fp8_affine", "nvfp4_affine", "nvfp4_rotate")
 
 
 class Rule(BaseModel):
@@ -86,6 +89,7 @@ class Rule(BaseModel):
     input: str | None = None
     k: str | None = None
     v: str | None = None
+    mla: Literal["latent", "expanded"] = "latent"
     enable: bool = True
     optional: bool = False
 
@@ -112,6 +116,8 @@ class Rule(BaseModel):
             raise ValueError("a rule with enable: false cannot give formats")
         if self.enable and not any(gives):
             raise ValueError("a rule gives a format (weight, input, k, v) or says enable: false")
+        if (self.k is None) != (self.v is None):
+            raise ValueError("k and v belong together: give both a format")
         if self.input and not self.weight:
             raise ValueError("input without weight: no server quantizes activations only")
         return self
@@ -120,11 +126,6 @@ class Rule(BaseModel):
     def decides_linears(self) -> bool:
         """True where the rule decides about weight and input."""
         return not self.enable or self.weight is not None
-
-    @property
-    def decides_kv(self) -> bool:
-        """True where the rule decides about keys and values."""
-        return not self.enable or self.k is not None or self.v is not None
 
 
 class _File(BaseModel):
@@ -148,21 +149,19 @@ class Recipe:
     algorithm: str = "max"
     kv_cache: str | None = None
     origin: str = ""  # the file, for messages
-    shipped: frozenset[int] = field(default=frozenset())  # indices of rules that came from a file of the package
 
-    def with_rules(self, more: tuple[Rule, ...]) -> Recipe:
-        """The recipe with further rules of the package (a KV preset) appended."""
-        start = len(self.rules)
-        added = frozenset(range(start, start + len(more)))
-        return Recipe(
-            self.name,
-            self.description,
-            self.rules + more,
-            self.algorithm,
-            self.kv_cache,
-            self.origin,
-            self.shipped | added,
-        )
+    @property
+    def decides_kv(self) -> bool:
+        """True where a rule gives formats to keys and values."""
+        return any(rule.k is not None for rule in self.rules)
+
+    def with_kv(self, asked_for: str | None) -> Recipe:
+        """The recipe with the KV preset asked for; else with its own rules or `kv_cache`; else with `fp8_cast`."""
+        if asked_for is None and self.decides_kv:
+            return self
+        own = tuple(rule.model_copy(update={"k": None, "v": None}) for rule in self.rules)
+        kept = tuple(rule for rule in own if rule.decides_linears)
+        return dataclasses.replace(self, rules=kept + load_kv(asked_for or self.kv_cache or DEFAULT_KV))
 
 
 def load_recipe(name_or_path: str) -> Recipe:
@@ -237,46 +236,34 @@ def _load_file(path: Path) -> Recipe:
     data = _read_yaml(path)
     problems: list[Problem] = []
     file = _validate(_File, data, str(path), problems)
-    rules, shipped = ([], set()) if file is None else _expand(file.rules, path, (path,), problems)
+    rules = [] if file is None else _expand(file.rules, path, (path.resolve(),), problems)
     if problems or file is None:
         raise UserError(*problems)
     if not rules:
         raise UserError(Problem(f"{path}: the recipe has no rules", "add rules that give formats to modules"))
-    return Recipe(
-        path.stem, file.description, tuple(rules), file.algorithm, file.kv_cache, str(path), frozenset(shipped)
-    )
+    if file.kv_cache is not None:
+        load_kv(file.kv_cache)  # an unknown name is refused now
+    return Recipe(path.stem, file.description, tuple(rules), file.algorithm, file.kv_cache, str(path))
 
 
-def _expand(
-    items: list[dict[str, Any]], path: Path, chain: tuple[Path, ...], problems: list[Problem]
-) -> tuple[list[Rule], set[int]]:
-    """Rules with imports replaced by the rules they name, and the indices of those from the package's own files."""
+def _expand(items: list[dict[str, Any]], path: Path, chain: tuple[Path, ...], problems: list[Problem]) -> list[Rule]:
+    """The rules of a file, with imports replaced by the rules that they name."""
     rules: list[Rule] = []
-    shipped: set[int] = set()
     for i, item in enumerate(items):
         where = f"{path}: rules[{i}]"
-        if set(item) == {"import"}:
-            target = _import_path(str(item["import"]), path)
-            if target is None or target in chain:
-                reason = "there is no such file" if target is None else "the files import each other"
-                problems.append(
-                    Problem(
-                        f"{where}: import {item['import']!r}: {reason}",
-                        "import a file of recipes/units by name or another file by its path",
-                    )
-                )
-                continue
-            imported = _validate(_File, _read_yaml(target), str(target), problems)
-            more, inner = _expand(imported.rules if imported else [], target, (*chain, target), problems)
-            shipped |= {len(rules) + j for j in inner}
-            rules += more
+        if set(item) != {"import"}:
+            rule = _validate(Rule, item, where, problems)
+            rules += [rule] if rule is not None else []
             continue
-        rule = _validate(Rule, item, where, problems)
-        if rule is not None:
-            if RECIPES_DIR in path.parents:
-                shipped.add(len(rules))
-            rules.append(rule)
-    return rules, shipped
+        target = _import_path(str(item["import"]), path)
+        if target is None or target in chain:
+            reason = "there is no such file" if target is None else "the files import each other"
+            cure = "import a file of recipes/units by name or another file by its path"
+            problems.append(Problem(f"{where}: import {item['import']!r}: {reason}", cure))
+            continue
+        imported = _validate(_File, _read_yaml(target), str(target), problems)
+        rules += _expand(imported.rules if imported else [], target, (*chain, target), problems)
+    return rules
 
 
 def _import_path(name: str, importer: Path) -> Path | None:
@@ -289,6 +276,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
         raise UserError(Problem(f"{path} is not valid YAML: {' '.join(str(error).split())}")) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(Problem(f"{path} cannot be read as text: {error}", "give a YAML file in UTF-8")) from error
     if not isinstance(data, dict):
         raise UserError(Problem(f"{path}: a recipe is a mapping with the keys description, rules, algorithm, kv_cache"))
     return data

@@ -27,10 +27,17 @@ def adversarial(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     zero_rows[4, 16:32] = 0
     ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0]).repeat(8, 8) * 448
     values = {
-        "normal": normal, "heavy": torch.randn(8, 64, generator=generator) ** 5, "outlier": outlier, "zero": torch.zeros(8, 64),
-        "zero rows": zero_rows, "equal": torch.full((8, 64), -0.37), "ties": ties, "largest": torch.full((8, 64), 3e38),
-        "tiny": normal * 1e-30, "negative zero": torch.full((8, 64), -0.0),
-    }  # fmt: skip
+        "normal": normal,
+        "heavy": torch.randn(8, 64, generator=generator) ** 5,
+        "outlier": outlier,
+        "zero": torch.zeros(8, 64),
+        "zero rows": zero_rows,
+        "equal": torch.full((8, 64), -0.37),
+        "ties": ties,
+        "largest": torch.full((8, 64), 3e38),
+        "tiny": normal * 1e-30,
+        "negative zero": torch.full((8, 64), -0.0),
+    }
     return {name: value.to(dtype) for name, value in values.items()}
 
 
@@ -132,3 +139,13 @@ def test_activations_are_rounded_as_servers_round() -> None:
     scale = torch.tensor([448.0, 900.0])[:, None] / 448
     assert torch.equal(token, (values / scale).to(torch.float8_e4m3fn).float() * scale)
     assert codecs()["nvfp4"].fake_quantize(torch.full((1, 2, 16), 3.0), torch.tensor(2688.0)).unique().tolist() == [3.0]
+
+
+@pytest.mark.parametrize("case", list(adversarial(torch.float32)))
+@pytest.mark.parametrize("name", ["fp8", "nvfp4"])
+def test_rounded_activations_are_decoded_codes(name: str, case: str) -> None:
+    values = adversarial(torch.bfloat16)[case]
+    for amax in (values.abs().max().float(), torch.tensor(0.5)):
+        codec = codecs()[name]
+        expected = codec.decode(codec.encode(values, amax)).to(values.dtype)
+        assert torch.equal(codec.fake_quantize(values, amax), expected)

@@ -25,4 +25,5 @@ def codecs() -> dict[str, Codec]:
         "nvfp4": nvfp4.CODEC,
         "int8_per_channel": int8.PER_CHANNEL,
         "fp8_cast": fp8.PER_TENSOR,
+        "nvfp4_cast": nvfp4.CODEC,
     }

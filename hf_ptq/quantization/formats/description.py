@@ -67,7 +67,7 @@ _ALL = (
         "nvfp4",
         "e2m1",
         "block",
-        ("weight", "input"),
+        ("weight", "input", "kv"),
         4.5,
         block_size=16,
         has_global_scale=True,
@@ -76,6 +76,17 @@ _ALL = (
     NumberFormat("int8_per_channel", "int8", "channel", ("weight",), 8.0, description="INT8, one scale per output row"),
     NumberFormat(
         "fp8_cast", "e4m3", "tensor", ("kv",), 8.0, constant_amax=448.0, description="E4M3 with the constant scale 1.0"
+    ),
+    NumberFormat(
+        "nvfp4_cast",
+        "e2m1",
+        "block",
+        ("kv",),
+        4.5,
+        block_size=16,
+        has_global_scale=True,
+        constant_amax=448.0,
+        description="E2M1, E4M3 scale per 16 values, under a constant range of 448",
     ),
 )
 FORMATS: dict[str, NumberFormat] = {fmt.name: fmt for fmt in _ALL}

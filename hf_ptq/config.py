@@ -16,11 +16,19 @@ from pathlib import Path
 from hf_ptq.errors import Problem, UserError
 
 DEVICE_PATTERN = re.compile(r"auto|cpu|cuda(:\d+)?")
+EXPERTS_IMPLEMENTATIONS = ("grouped_mm", "eager")
 # Decimal units as in transformers' max_shard_size; the binary ones are spelled with an i.
 SIZE_UNITS: dict[str, int] = {
-    "": 1, "B": 1,
-    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
 }
 
 
@@ -55,6 +63,10 @@ class RunConfig:
     device: str = "auto"
     """auto | cpu | cuda | cuda:N."""
     attn_implementation: str | None = None
+    experts_implementation: str = "grouped_mm"
+    """Kernel that runs the routed experts: grouped_mm | eager."""
+    report_html: Path | None = None
+    """A page with the errors of all layers and the experts' load as plots."""
     trust_remote_code: bool = False
     skip_generate: bool = False
     dry_run: bool = False
@@ -73,6 +85,9 @@ class RunConfig:
                 f"--revision {self.revision} names a version on the hub, but --model {self.model} is local",
                 "leave --revision out, or give a hub id",
             )
+        if self.experts_implementation not in EXPERTS_IMPLEMENTATIONS:
+            known = " or ".join(EXPERTS_IMPLEMENTATIONS)
+            yield Problem(f"--experts_implementation {self.experts_implementation!r} is not known", f"use {known}")
         if not DEVICE_PATTERN.fullmatch(self.device):
             yield Problem(f"--device {self.device!r} is no device", "use auto, cpu, cuda or cuda:N")
 

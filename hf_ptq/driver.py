@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -19,14 +20,20 @@ from hf_ptq.checkpoint.writer import ShardWriter
 from hf_ptq.data.loop import choose_batch_size, run_calibration
 from hf_ptq.data.rows import CalibrationData
 from hf_ptq.distributed.plan import free_bytes
-from hf_ptq.export.tensors import WeightError, quantize_unit, refuse_nonfinite
-from hf_ptq.model.build import MetaModel, finish_loading, load_unit
+from hf_ptq.export.tensors import WeightError, quantize_unit
+from hf_ptq.model.build import MetaModel, finish_loading
+from hf_ptq.model.experts import takes_registry
+from hf_ptq.model.fill import Filler
+from hf_ptq.model.finite import refuse_nonfinite
 from hf_ptq.model.units import Unit
 from hf_ptq.quantization.algorithms import ALGORITHMS
 from hf_ptq.quantization.assignment import Assignment
+from hf_ptq.quantization.coverage import LayerCoverage, by_layer, expert_coverage, starved_warning
 from hf_ptq.quantization.quantizer import Quantizer
 from hf_ptq.quantization.statistics import Statistics
 from hf_ptq.report import Report
+
+GPU_ACTIVATIONS = 3 << 30  # bytes; larger batches are no faster: the GPU is full
 
 
 @dataclass(frozen=True)
@@ -49,14 +56,12 @@ class Job:
 
 def load(job: Job, reader: SourceReader, report: Report) -> None:
     """Fill the model unit by unit; raises RunError naming tensors that hold NaN or infinity."""
-    parameter_of = {name: placement.parameter for name, placement in job.meta.placements.items()}
+    views = {module: q.view for module, q in job.assignment.by_module.items()}
     built = [unit for unit in job.units if not unit.is_carried]
     total = sum(job.source.tensors[name].num_bytes for unit in built for name in unit.tensors)
-    with report.progress("load", total, "bytes") as advance:
-        for unit in built:
-            load_unit(job.meta, {name: reader.tensor(name) for name in unit.tensors}, job.device)
-            refuse_nonfinite(unit, job.model, parameter_of)
-            advance(sum(job.source.tensors[name].num_bytes for name in unit.tensors))
+    with report.progress("load", total, "bytes") as advance, Filler(job.meta, reader, job.device) as filler:
+        for unit in filler.fill(built, advance):
+            refuse_nonfinite(unit, job.model, job.meta.placements, views)
         finish_loading(job.meta, job.device)
 
 
@@ -79,6 +84,7 @@ def calibrate(
     run_calibration(lambda batch: body(**batch, use_cache=False), data.rows, size, job.device, statistics, report)
     for warning in algorithm.finish(quantizers, statistics):
         report.warn(warning)
+    report_coverage(expert_coverage(quantizers), report)
 
 
 def quantize(
@@ -104,20 +110,44 @@ def _without_head(job: Job, quantizers: Mapping[str, Quantizer]) -> torch.nn.Mod
 
 
 def _token_bytes(model: PreTrainedModel, row_tokens: int) -> int:
-    """The largest activations that one token needs at a time, from the configuration's sizes.
+    """The largest activations that one token needs at a time, from the sizes of the model.
 
-    Two copies of the hidden state in fp32 (norms), the widest projection three times (gate, up, product), and a row
-    of attention scores per head where the attention materialises them.
+    Two copies of the hidden state in fp32 (norms) and the larger of: the widest projection three times (gate, up,
+    product); a row of attention scores per head, where the attention materialises them; the rows of the experts that
+    a token is routed to (input, both products, output before and after its weight and its way back).
     """
     config = model.config.get_text_config()
-    width = max(
-        [config.hidden_size, *(m.out_features for m in model.base_model.modules() if isinstance(m, torch.nn.Linear))]
-    )
-    scores = config.num_attention_heads * row_tokens * 6 if config._attn_implementation == "eager" else 0
-    return config.hidden_size * 8 + width * 3 * model.dtype.itemsize + scores
+    size = model.dtype.itemsize
+    linears = [m.out_features for m in model.base_model.modules() if isinstance(m, torch.nn.Linear)]
+    projection = max([config.hidden_size, *linears]) * 3 * size
+    scores = config.num_attention_heads * row_tokens * 6 if str(config._attn_implementation).endswith("eager") else 0
+    experts: list[Any] = [m for m in model.modules() if takes_registry(m)]
+    widths = [m.down_proj.shape[-1] for m in experts]
+    choices = config.to_dict().get("num_experts_per_tok") or 1
+    routed = choices * (5 * config.hidden_size + 5 * max(widths)) * size if widths else 0
+    return config.hidden_size * 8 + max(projection, scores, routed)
 
 
 def _free_bytes(job: Job) -> int:
-    """Memory that activations may use. On a CPU batches gain nothing beyond the caches: a sixteenth of the weights."""
+    """Memory that activations may use: no batch gains from more than GPU_ACTIVATIONS, or on a CPU from more than fits
+    its caches, a small part of the weights."""
     free = free_bytes(job.device)
-    return free if job.device.type == "cuda" else min(free // 2, max(1 << 27, job.source.total_bytes // 8))
+    if job.device.type == "cuda":
+        return min(free, 2 * GPU_ACTIVATIONS)
+    return min(free // 2, max(1 << 27, job.source.total_bytes // 8))
+
+
+def report_coverage(coverage: list[LayerCoverage], report: Report) -> None:
+    """How many tokens each expert saw, in the report whole, on the screen a line a layer."""
+    if not coverage:
+        return
+    report.record("experts", {c.name: {"rows": c.rows, "amax": c.amax} for c in coverage})
+    layers = by_layer(coverage)
+    rows = []
+    for layer, c in layers.items():
+        marked = [f"{expert} (none)" for expert in c.starved] + [str(expert) for expert in c.rare]
+        rows.append([layer, str(min(c.rows)), f"{sum(c.rows) / len(c.rows):.0f}", str(max(c.rows)), ", ".join(marked)])
+    report.table("tokens an expert saw", ["experts of", "least", "mean", "most", "below 5 % of the mean"], rows)
+    warning = starved_warning(coverage)
+    if warning:
+        report.warn(warning)

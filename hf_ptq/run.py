@@ -18,9 +18,9 @@ from hf_ptq.config import RunConfig
 from hf_ptq.distributed.agreement import together
 from hf_ptq.distributed.process_group import distributed_run
 from hf_ptq.export.destination import Destination
-from hf_ptq.export.tensors import write_input_scales
 from hf_ptq.quantization.apply import attach_quantizers
 from hf_ptq.report import REPORT_FILE, Report
+from hf_ptq.report_html import write_html
 
 
 def run(config: RunConfig, report: Report | None = None) -> Report:
@@ -49,13 +49,14 @@ def run(config: RunConfig, report: Report | None = None) -> Report:
             if data is not None:
                 with report.stage("calibrate"):  # 8
                     driver.calibrate(job, quantizers, data, config.batch_size, report)
-            with ShardWriter(destination.directory, export.shards) as writer:
+            with ShardWriter(destination.directory, export.shards, *steps.writing(source)) as writer:
                 with report.stage("quantize"):  # 9
                     errors = driver.quantize(job, writer, reader, not config.skip_generate, report)
                 steps.preview_after(config, job, quantizers, data, before, report)
                 with report.stage("export"):  # 10
-                    write_input_scales(assignment, quantizers, writer)
+                    steps.write_scales(assignment, quantizers, writer, report)
                     checksums = writer.finish(config.durable)
+                    report.record("written", {"fsync_seconds": round(writer.fsync_seconds, 3)})
                     sidecars = together(
                         state, "write configs", lambda: steps.write_files(source, export, destination, report)
                     )
@@ -64,6 +65,8 @@ def run(config: RunConfig, report: Report | None = None) -> Report:
                 steps.verify(job, export, written, destination, reader, report)
             steps.record_results(errors, config, destination.directory, report)
             report.write(destination.directory / REPORT_FILE)
-            destination.commit()
+            destination.commit(config.durable)
     report.print_summary()  # 12
+    if config.report_html is not None:
+        write_html(config.report_html, report.as_dict(), errors)
     return report

@@ -5,6 +5,7 @@ They decide, describe and record; the work itself is in the packages. Nothing he
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from hf_ptq import preview
 from hf_ptq.checkpoint.shards import INDEX_NAME, ShardPlan, index_json, lay_out
 from hf_ptq.checkpoint.slices import SourceReader
 from hf_ptq.checkpoint.source import Source, open_source
+from hf_ptq.checkpoint.writer import ShardWriter
 from hf_ptq.config import RunConfig
 from hf_ptq.data.datasets import choose_datasets
 from hf_ptq.data.rows import CalibrationData, read_calibration
@@ -28,9 +30,9 @@ from hf_ptq.export.config_files import NESTED_NAME, LayerAlgo, exported_config, 
 from hf_ptq.export.destination import CONFIG_NAME, Destination, check_export_path, check_room
 from hf_ptq.export.layout import kv_algo, layer_algos, unquantized_linears
 from hf_ptq.export.samples import by_kind, decibels, read_samples, worst_of
-from hf_ptq.export.servers import exclude_entries
+from hf_ptq.export.servers import EXPERT, exclude_entries, support_warnings
 from hf_ptq.export.sidecars import copy_sidecars
-from hf_ptq.export.tensors import WeightError, plan_tensors
+from hf_ptq.export.tensors import WeightError, plan_tensors, write_input_scales, write_kv_scales
 from hf_ptq.export.verify import Expectation, verify_export
 from hf_ptq.memory import MemoryMonitor
 from hf_ptq.model.build import MetaModel, build_meta_model
@@ -41,10 +43,9 @@ from hf_ptq.preview import Preview
 from hf_ptq.quantization.apply import quantizing
 from hf_ptq.quantization.assignment import Assignment, assign
 from hf_ptq.quantization.quantizer import Quantizer
-from hf_ptq.quantization.recipe import Recipe, load_kv, load_recipe
+from hf_ptq.quantization.recipe import Recipe, load_recipe
 from hf_ptq.report import REPORT_FILE, Report
 
-DEFAULT_KV = "fp8_cast"
 SCALES = frozenset({"weight_scale", "weight_scale_2", "input_scale", "k_scale", "v_scale"})
 PREVIEW_TOKENS = 64
 DEMO_PREVIEW_TOKENS = 32
@@ -131,7 +132,7 @@ def plan_model(
         report.warn(
             f"{len(carried)} tensors that the model never builds are carried over as they are: {_some(carried)}"
         )
-    use_our_experts(meta.model, "grouped_mm")
+    use_our_experts(meta.model, config.experts_implementation)
     return meta, units
 
 
@@ -139,15 +140,16 @@ def plan_export(
     config: RunConfig, source: Source, meta: MetaModel, units: tuple[Unit, ...], report: Report
 ) -> tuple[Recipe, Assignment, ExportPlan]:
     """Step 5: what is quantized with what, and every file of the export to the byte; refused if it does not fit."""
-    recipe = load_recipe(config.recipe or config.qformat)
-    recipe = recipe.with_rules(load_kv(config.kv_cache_qformat or recipe.kv_cache or DEFAULT_KV))
+    recipe = load_recipe(config.recipe or config.qformat).with_kv(config.kv_cache_qformat)
     assignment = assign(recipe, meta.model, weight_views(meta.placements, source.tensors, meta.stacking))
     algos, kv = layer_algos(assignment), kv_algo(assignment)
     unquantized = unquantized_linears(source, meta.model, meta.placements, assignment)
     flat, nested = quantization_config(algos, exclude_entries(list(algos), unquantized), kv)
     shards = lay_out(plan_tensors(units, source, assignment), config.max_shard_bytes)
     export = ExportPlan(shards, algos, tuple(unquantized), flat, nested)
-    for warning in assignment.warnings:
+    expert_algos = {algo.algo for module, algo in algos.items() if EXPERT.fullmatch(module)}
+    narrowed = support_warnings({algo.algo for algo in algos.values()}, expert_algos)
+    for warning in (*assignment.warnings, *narrowed):
         report.warn(warning)
     _describe(recipe, assignment, kv, report)
     report.record(
@@ -175,7 +177,19 @@ def _describe(recipe: Recipe, assignment: Assignment, kv: str | None, report: Re
     table = [dict(zip(columns, (*key, count), strict=True)) for key, count in rows.items()]
     report.table(f"recipe {recipe.name}", columns, [[str(cell) for cell in row.values()] for row in table])
     report.record("quantized", table)
-    report.record("kv_cache", kv)
+    cache = assignment.kv
+    report.record(
+        "kv_cache",
+        None
+        if cache is None
+        else {
+            "algo": kv,
+            "keys": cache.k.name,
+            "values": cache.v.name,
+            "layers": len(cache.layers),
+            "latent attention is calibrated on": cache.mla,
+        },
+    )
 
 
 def _effective_bits(source: Source, assignment: Assignment) -> float:
@@ -253,6 +267,19 @@ def _first_row(data: CalibrationData | None) -> torch.Tensor | None:
 
 def _preview_tokens(config: RunConfig) -> int:
     return DEMO_PREVIEW_TOKENS if config.model == "demo" else PREVIEW_TOKENS
+
+
+def writing(source: Source) -> tuple[int, int]:
+    """Threads of the writer (their time goes into checksums) and the bytes that may wait in its queue."""
+    threads = max(2, min(12, (os.cpu_count() or 4) - 2))
+    return threads, max(16 << 20, min(256 << 20, source.total_bytes // 16))
+
+
+def write_scales(assignment: Assignment, quantizers: dict[str, Quantizer], writer: ShardWriter, report: Report) -> None:
+    """The calibrated scales: of activations, and of keys and values."""
+    write_input_scales(assignment, quantizers, writer)
+    for warning in write_kv_scales(assignment, quantizers, writer):
+        report.warn(warning)
 
 
 def write_files(source: Source, export: ExportPlan, destination: Destination, report: Report) -> list[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parent))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -43,11 +45,56 @@ def shared() -> Path:
 
 @pytest.fixture(scope="session")
 def check_export(shared: Path) -> Callable[[Path, Path], None]:
-    """Compare an export with its source by the independent checker; fails with its findings."""
+    """Compare an export with its source by the independent checker, in this process; fails with its findings."""
+    sys.path.insert(0, str(shared / "check"))
+    checker, all_rules = importlib.import_module("check_export"), importlib.import_module("rules").RULES
 
     def check(source: Path, export: Path) -> None:
-        command = [sys.executable, str(shared / "check" / "check_export.py"), str(source), str(export)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
+        found = checker.check(source, export, list(all_rules))
+        assert found.violations == {}, checker.render(found)
 
     return check
+
+
+@pytest.fixture(scope="session")
+def run_checker(shared: Path) -> Callable[[Path, Path], subprocess.CompletedProcess[str]]:
+    """The independent checker as its users start it; exit code 0 means no violation."""
+
+    def check(source: Path, export: Path) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(shared / "check" / "check_export.py"), str(source), str(export)]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    return check
+
+
+@pytest.fixture(scope="session")
+def token_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight rows of 32 token ids of the tiny models' vocabulary."""
+    import torch
+    from safetensors.torch import save_file
+
+    path = tmp_path_factory.mktemp("rows") / "rows.safetensors"
+    ids = torch.randint(3, 250, (8, 32), generator=torch.Generator().manual_seed(1))
+    save_file({"input_ids": ids}, path)
+    return path
+
+
+@pytest.fixture
+def quantize(token_rows: Path, tmp_path: Path) -> Callable[..., Path]:
+    """Export a source by `run` on the CPU, quietly; returns the export. Options are those of RunConfig.
+
+    `report`: what the run told, if the test wants to know; `name`: of the export in the test's own directory.
+    """
+
+    def export(source: Path | str, qformat: str = "fp8", *, name: str = "", report: object = None, **options) -> Path:
+        from hf_ptq.config import RunConfig
+        from hf_ptq.report import Report
+        from hf_ptq.run import run
+
+        path = tmp_path / (name or f"{Path(source).name}-{qformat}")
+        defaults = {"datasets": (str(token_rows),), "device": "cpu", "durable": False, "skip_generate": True}
+        config = RunConfig(model=str(source), export_path=path, qformat=qformat, **{**defaults, **options})
+        run(config, report or Report(Console(quiet=True), verbose=False))
+        return path
+
+    return export

@@ -28,8 +28,8 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("model",),
     ("quantization", "data"),
     ("export", "preview"),
-    ("run", "steps", "driver", "preflight"),
-    ("cli",),
+    ("run", "steps", "driver", "preflight", "report_html", "report_plots"),
+    ("options", "cli"),
     ("__main__",),
 )
 LEVEL_OF = {unit: level for level, units in enumerate(LEVELS) for unit in units}
@@ -43,8 +43,29 @@ MAY_PRINT = ("report.py", "cli.py")
 # gguf.py: the values of `tokenizer.ggml.pre` and `general.architecture`, words of that file format.
 MAY_NAME_FAMILIES = ("model/families.py", "checkpoint/gguf.py")
 FAMILIES = (
-    "llama", "qwen", "mixtral", "mistral", "deepseek", "minimax", "glm", "gpt_oss", "gptoss", "nemotron", "gemma",
-    "kimi", "phi", "dbrx", "falcon", "jamba", "granite", "olmo", "cohere", "starcoder", "llava", "step3p7", "whisper",
+    "llama",
+    "qwen",
+    "mixtral",
+    "mistral",
+    "deepseek",
+    "minimax",
+    "glm",
+    "gpt_oss",
+    "gptoss",
+    "nemotron",
+    "gemma",
+    "kimi",
+    "phi",
+    "dbrx",
+    "falcon",
+    "jamba",
+    "granite",
+    "olmo",
+    "cohere",
+    "starcoder",
+    "llava",
+    "step3p7",
+    "whisper",
 )
 # Names of data sets and of a tool, and hub ids given as examples, decide nothing about a model.
 NO_FAMILY = re.compile(
@@ -286,7 +307,7 @@ def find_circle(edges: dict[str, dict[str, str]]) -> str | None:
 
     def visit(unit: str, path: list[str]) -> str | None:
         if unit in path:
-            loop = [*path[path.index(unit):], unit]
+            loop = [*path[path.index(unit) :], unit]
             return "; ".join(f"{a} -> {b} ({edges[a][b]})" for a, b in itertools.pairwise(loop))
         if unit not in done:
             for target in edges.get(unit, {}):
@@ -314,8 +335,11 @@ def test_no_machine_path_in_the_repository():
         for file in sorted(start.rglob("*")) if start.is_dir() else [start]:
             if file.is_file() and file.suffix not in (".pyc", ".safetensors"):
                 lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
-                found += [f"{file.relative_to(ROOT)}:{i}: {line.strip()}" for i, line in enumerate(lines, 1)
-                          if MACHINE_PATH.search(line)]
+                found += [
+                    f"{file.relative_to(ROOT)}:{i}: {line.strip()}"
+                    for i, line in enumerate(lines, 1)
+                    if MACHINE_PATH.search(line)
+                ]
     assert not found, "\n" + "\n".join(found)
 
 

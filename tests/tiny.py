@@ -6,10 +6,14 @@ routes to experts 6 and 7. Weights are drawn wide so that outputs differ; nothin
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
@@ -93,3 +97,28 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<pad>"))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+
+
+def altered(source: Path, directory: Path, change: Callable[[dict[str, torch.Tensor]], object], **config) -> Path:
+    """A copy of a checkpoint whose tensors went through `change` (in place), and whose config.json has `config`."""
+    shutil.copytree(source, directory)
+    tensors = {name: tensor.clone() for name, tensor in load_tensors(directory).items()}
+    change(tensors)
+    for path in directory.glob("*.safetensors*"):
+        path.unlink()
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    return directory
+
+
+def load_tensors(directory: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint by name."""
+    return {
+        name: tensor for path in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(path).items()
+    }
+
+
+def raw(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
+    """Dtype, shape and bytes: equal only for tensors that are the same bit for bit."""
+    return tensor.dtype, tensor.shape, tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

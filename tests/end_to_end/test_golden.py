@@ -1,4 +1,4 @@
-"""Exports of the golden sources equal the peer's, tensor by tensor, except where the golden README deviates on purpose."""
+"""Exports of the golden sources equal the peer's tensor by tensor, but where the golden README deviates on purpose."""
 
 from __future__ import annotations
 

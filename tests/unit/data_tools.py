@@ -21,9 +21,12 @@ def make_tokenizer(special: str = "", template: str | None = None, eos: bool = T
     """Words of "w0" ... "w99" and single characters to ids; `special`: how text is wrapped ("<s> $A </s>")."""
     words = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{i}" for i in range(100)), *map(chr, range(33, 127))]
     tok = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    tok.pre_tokenizer = pre_tokenizers.Sequence([  # pyright: ignore
-        pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Punctuation("isolated")
-    ])
+    tok.pre_tokenizer = pre_tokenizers.Sequence(
+        [  # pyright: ignore
+            pre_tokenizers.WhitespaceSplit(),
+            pre_tokenizers.Punctuation("isolated"),
+        ]
+    )
     tok.decoder = decoders.Fuse()  # pyright: ignore
     if special:
         tok.post_processor = processors.TemplateProcessing(  # pyright: ignore

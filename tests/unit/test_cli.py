@@ -20,11 +20,33 @@ from hf_ptq.errors import Problem, RunError, UserError
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "transformers", "datasets", "accelerate", "numpy", "pandas", "safetensors.torch")
 FLAGS = {
-    "--pyt_ckpt_path", "--model", "--revision", "--trust_remote_code", "--attn_implementation",
-    "--qformat", "--recipe", "--kv_cache_qformat",
-    "--dataset", "--calib_size", "--calib_seq", "--batch_size",
-    "--export_path", "--overwrite", "--max_shard_size", "--durable", "--no-durable",
-    "--device", "--skip_generate", "--dry_run", "--seed", "--verbose", "--no-verbose", "--list", "--version",
+    "--pyt_ckpt_path",
+    "--model",
+    "--revision",
+    "--trust_remote_code",
+    "--attn_implementation",
+    "--experts_implementation",
+    "--report_html",
+    "--qformat",
+    "--recipe",
+    "--kv_cache_qformat",
+    "--dataset",
+    "--calib_size",
+    "--calib_seq",
+    "--batch_size",
+    "--export_path",
+    "--overwrite",
+    "--max_shard_size",
+    "--durable",
+    "--no-durable",
+    "--device",
+    "--skip_generate",
+    "--dry_run",
+    "--seed",
+    "--verbose",
+    "--no-verbose",
+    "--list",
+    "--version",
 }
 
 # Runs main and says on the last line of standard output what it returned and which heavy modules it has loaded.
@@ -100,16 +122,55 @@ def test_every_option_arrives(run_with, sound, source, tmp_path):
     run_with(got.append)
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"text": "x"}\n')
-    words = [*sound, "--qformat", "nvfp4", "--kv-cache-qformat", "none", "--overwrite", "--max-shard-size=500MB",
-             "--no-durable", "--dataset", f"pydoc,{rows}", "--calib_size", "4,5", "--calib-seq", "64",
-             "--batch_size", "2", "--attn_implementation", "eager", "--trust-remote-code", "--skip_generate",
-             "--dry-run", "--no-verbose", "--seed", "7"]
+    words = [
+        *sound,
+        "--qformat",
+        "nvfp4",
+        "--kv-cache-qformat",
+        "none",
+        "--overwrite",
+        "--max-shard-size=500MB",
+        "--no-durable",
+        "--dataset",
+        f"pydoc,{rows}",
+        "--calib_size",
+        "4,5",
+        "--calib-seq",
+        "64",
+        "--batch_size",
+        "2",
+        "--attn_implementation",
+        "eager",
+        "--trust-remote-code",
+        "--skip_generate",
+        "--dry-run",
+        "--no-verbose",
+        "--seed",
+        "7",
+    ]
     assert cli.main(words) == 0
-    assert got == [RunConfig(
-        model=str(source), export_path=tmp_path / "out", qformat="nvfp4", kv_cache_qformat="none", overwrite=True,
-        max_shard_bytes=500_000_000, durable=False, datasets=("pydoc", str(rows)), calib_sizes=(4, 5),
-        calib_seq=64, batch_size=2, device="cpu", attn_implementation="eager", trust_remote_code=True,
-        skip_generate=True, dry_run=True, verbose=False, seed=7)]
+    assert got == [
+        RunConfig(
+            model=str(source),
+            export_path=tmp_path / "out",
+            qformat="nvfp4",
+            kv_cache_qformat="none",
+            overwrite=True,
+            max_shard_bytes=500_000_000,
+            durable=False,
+            datasets=("pydoc", str(rows)),
+            calib_sizes=(4, 5),
+            calib_seq=64,
+            batch_size=2,
+            device="cpu",
+            attn_implementation="eager",
+            trust_remote_code=True,
+            skip_generate=True,
+            dry_run=True,
+            verbose=False,
+            seed=7,
+        )
+    ]
 
 
 @pytest.mark.parametrize("spelled", ["--export_path", "--export-path"])
@@ -148,12 +209,15 @@ def test_what_is_used_in_place_of_a_flag_exists():
             assert not word.startswith("--") or word in FLAGS, (flag, word)
 
 
-@pytest.mark.parametrize(("words", "named"), [
-    (["--model"], "'--model' requires an argument"),
-    (["--batch_size", "x"], "'--batch_size'"),
-    (["--seed", "1.5"], "'--seed'"),
-    (["--overwrite=yes"], "--overwrite"),
-])
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--model"], "'--model' requires an argument"),
+        (["--batch_size", "x"], "'--batch_size'"),
+        (["--seed", "1.5"], "'--seed'"),
+        (["--overwrite=yes"], "--overwrite"),
+    ],
+)
 def test_values_that_cannot_be_read(capsys, words, named):
     assert named in refused(capsys, *words)
 
@@ -163,30 +227,67 @@ def test_all_problems_of_a_request_come_at_once(capsys, source, tmp_path, monkey
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("rules: []\ncolour: red\n")
     err = refused(
-        capsys, "--model", source, "--revision", "main", "--recipe", recipe, "--qformat", "nvfp4",
-        "--kv_cache_qformat", "fp8_csat", "--export_path", source, "--max_shard_size", "5XB",
-        "--dataset", "cnn_dailymial,pydoc", "--calib_size", "0,x,3", "--calib_seq", "0", "--batch_size", "-1",
-        "--seed", "-1", "--device", "gpu")
+        capsys,
+        "--model",
+        source,
+        "--revision",
+        "main",
+        "--recipe",
+        recipe,
+        "--qformat",
+        "nvfp4",
+        "--kv_cache_qformat",
+        "fp8_csat",
+        "--export_path",
+        source,
+        "--max_shard_size",
+        "5XB",
+        "--dataset",
+        "cnn_dailymial,pydoc",
+        "--calib_size",
+        "0,x,3",
+        "--calib_seq",
+        "0",
+        "--batch_size",
+        "-1",
+        "--seed",
+        "-1",
+        "--device",
+        "gpu",
+    )
     for named in (
-        "WORLD_SIZE is 4: runs of several ranks are not built yet", "--revision main names a version on the hub",
-        "--recipe", "both say what is quantized", "unknown key 'colour'", "fp8_cast", str(source), "'5XB' is no size",
-        "cnn_dailymail", "'x' in '0,x,3' is no whole number", "--calib_seq 0 is less than 1",
-        "--batch_size -1 is less than 0", "--seed -1 is less than 0", "--device 'gpu' is no device",
+        "WORLD_SIZE is 4: runs of several ranks are not built yet",
+        "--revision main names a version on the hub",
+        "--recipe",
+        "both say what is quantized",
+        "unknown key 'colour'",
+        "fp8_cast",
+        str(source),
+        "'5XB' is no size",
+        "cnn_dailymail",
+        "'x' in '0,x,3' is no whole number",
+        "--calib_seq 0 is less than 1",
+        "--batch_size -1 is less than 0",
+        "--seed -1 is less than 0",
+        "--device 'gpu' is no device",
     ):
         assert named in err, named
     assert "reasons:" in err.splitlines()[0]
     assert "->" in err
 
 
-@pytest.mark.parametrize(("changed", "named"), [
-    (["--qformat", "nvfp5"], "nearest: nvfp4"),
-    (["--calib_size", "0"], "--calib_size 0"),
-    (["--calib_size", "1,2,3", "--dataset", "pydoc,c4"], "3 numbers"),
-    (["--dataset", "cnn_dayly"], "cnn_dailymail"),
-    (["--model", "/nosuch/model"], "/nosuch/model"),
-    (["--recipe", "/nosuch/recipe.yaml"], "/nosuch/recipe.yaml"),
-    (["--max_shard_size", "0"], "--max_shard_size 0 is less than 1"),
-])
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        (["--qformat", "nvfp5"], "nearest: nvfp4"),
+        (["--calib_size", "0"], "--calib_size 0"),
+        (["--calib_size", "1,2,3", "--dataset", "pydoc,c4"], "3 numbers"),
+        (["--dataset", "cnn_dayly"], "cnn_dailymail"),
+        (["--model", "/nosuch/model"], "/nosuch/model"),
+        (["--recipe", "/nosuch/recipe.yaml"], "/nosuch/recipe.yaml"),
+        (["--max_shard_size", "0"], "--max_shard_size 0 is less than 1"),
+    ],
+)
 def test_one_wrong_value_is_one_problem(capsys, sound, changed, named):
     err = refused(capsys, *sound, *changed)
     assert named in err
@@ -206,12 +307,15 @@ def test_one_rank_under_torchrun_is_let_in(run_with, sound, monkeypatch):
 # ---- exit codes and what is printed
 
 
-@pytest.mark.parametrize(("error", "code", "start"), [
-    (UserError(Problem("no place", "make some")), 2, "hf-ptq: this request cannot be carried out: no place"),
-    (RunError("disk full"), 1, "hf-ptq: the run failed: disk full"),
-    (RunError("a", "b"), 1, "hf-ptq: the run failed, for 2 reasons:"),
-    (KeyboardInterrupt(), 130, "hf-ptq: interrupted"),
-])
+@pytest.mark.parametrize(
+    ("error", "code", "start"),
+    [
+        (UserError(Problem("no place", "make some")), 2, "hf-ptq: this request cannot be carried out: no place"),
+        (RunError("disk full"), 1, "hf-ptq: the run failed: disk full"),
+        (RunError("a", "b"), 1, "hf-ptq: the run failed, for 2 reasons:"),
+        (KeyboardInterrupt(), 130, "hf-ptq: interrupted"),
+    ],
+)
 def test_exit_codes(run_with, sound, capsys, error, code, start):
     def fail(config):
         raise error
@@ -249,7 +353,13 @@ def test_system_exit_is_left_alone(run_with, sound):
 
 
 QUICK = [
-    ["--help"], ["--list"], ["--version"], ["--nosuch"], ["--export_fmt", "hf"], ["--batch_size", "x"], [],
+    ["--help"],
+    ["--list"],
+    ["--version"],
+    ["--nosuch"],
+    ["--export_fmt", "hf"],
+    ["--batch_size", "x"],
+    [],
     ["--model", "/nosuch/model", "--qformat", "nvfp5", "--device", "cuda:9", "--dataset", "nosuch", "--seed", "-1"],
 ]
 
@@ -259,8 +369,15 @@ def test_answers_within_a_second_and_without_torch(words, tmp_path):
     """Seconds are of processor time, and so do not depend on what else the machine does; alone it is the clock's."""
     clean = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "PYTHONPATH")}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run([sys.executable, "-c", WATCHED_MAIN, *words], cwd=tmp_path, env=clean, check=False,
-                          capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", WATCHED_MAIN, *words],
+        cwd=tmp_path,
+        env=clean,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     code, heavy = json.loads(done.stdout.splitlines()[-1])
     assert heavy == []
@@ -271,10 +388,24 @@ def test_answers_within_a_second_and_without_torch(words, tmp_path):
 def test_list_names_presets_and_data_sets(capsys):
     assert cli.main(["--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    for name in ("fp8", "fp8_per_channel_per_token", "nvfp4", "w4a16_nvfp4", "int8_weight_only", "nvfp4_mlp_only",
-                 "fp8_cast", "none", "cnn_dailymail", "nemotron-post-training-dataset-v2", "c4", "wikitext", "pydoc"):
-        (line,) = [line for line in lines if line.split()[:1] == [name]]
-        assert len(line.split()) > 2, "a name and a line about it"
+    for name in (
+        "fp8",
+        "fp8_per_channel_per_token",
+        "nvfp4",
+        "w4a16_nvfp4",
+        "int8_weight_only",
+        "nvfp4_mlp_only",
+        "fp8_cast",
+        "none",
+        "cnn_dailymail",
+        "nemotron-post-training-dataset-v2",
+        "c4",
+        "wikitext",
+        "pydoc",
+    ):
+        found = [line for line in lines if line.split()[:1] == [name]]
+        assert found, name
+        assert all(len(line.split()) > 2 for line in found), "a name and a line about it"
 
 
 def test_help_has_its_panels(capsys):

@@ -17,10 +17,19 @@ def test_the_config_is_frozen():
         config.seed = 1
 
 
-@pytest.mark.parametrize(("text", "size"), [
-    ("5GB", 5 * 10**9), ("500MB", 5 * 10**8), ("2GiB", 2 * 2**30), ("2gib", 2 * 2**30), ("123", 123), ("1.5 kB", 1500),
-    ("7B", 7), ("1TiB", 2**40),
-])
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("5GB", 5 * 10**9),
+        ("500MB", 5 * 10**8),
+        ("2GiB", 2 * 2**30),
+        ("2gib", 2 * 2**30),
+        ("123", 123),
+        ("1.5 kB", 1500),
+        ("7B", 7),
+        ("1TiB", 2**40),
+    ],
+)
 def test_sizes(text, size):
     assert parse_size(text) == size
 
@@ -52,17 +61,23 @@ def test_a_sound_request_has_no_problem():
     assert wrong(revision="main", device="cuda:11", datasets=("a", "b"), calib_sizes=(1, 2), batch_size=0) == []
 
 
-@pytest.mark.parametrize(("changed", "what"), [
-    ({"model": ""}, "--model is missing"),
-    ({"model": "demo", "revision": "main"}, "--revision main names a version on the hub, but --model demo is local"),
-    ({"device": "cuda:"}, "--device 'cuda:' is no device"),
-    ({"device": "cuda:-1"}, "--device 'cuda:-1' is no device"),
-    ({"device": "cpu:0"}, "--device 'cpu:0' is no device"),
-    ({"calib_seq": 0}, "--calib_seq 0 is less than 1"),
-    ({"batch_size": -1}, "--batch_size -1 is less than 0"),
-    ({"max_shard_bytes": 0}, "--max_shard_size 0 is less than 1"),
-    ({"seed": -1}, "--seed -1 is less than 0"),
-])
+@pytest.mark.parametrize(
+    ("changed", "what"),
+    [
+        ({"model": ""}, "--model is missing"),
+        (
+            {"model": "demo", "revision": "main"},
+            "--revision main names a version on the hub, but --model demo is local",
+        ),
+        ({"device": "cuda:"}, "--device 'cuda:' is no device"),
+        ({"device": "cuda:-1"}, "--device 'cuda:-1' is no device"),
+        ({"device": "cpu:0"}, "--device 'cpu:0' is no device"),
+        ({"calib_seq": 0}, "--calib_seq 0 is less than 1"),
+        ({"batch_size": -1}, "--batch_size -1 is less than 0"),
+        ({"max_shard_bytes": 0}, "--max_shard_size 0 is less than 1"),
+        ({"seed": -1}, "--seed -1 is less than 0"),
+    ],
+)
 def test_each_rule(changed, what):
     assert wrong(**changed) == [what]
 

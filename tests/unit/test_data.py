@@ -80,9 +80,12 @@ def test_rows_do_not_mix_data_sets(tmp_path, heard):
     assert data.uses == (DatasetUse(one, 1, 4, 1), DatasetUse(two, 1, 8, 2))
     assert data.as_dict() == {
         "datasets": [
-            {"name": one, "documents": 1, "tokens": 4, "rows": 1}, {"name": two, "documents": 1, "tokens": 8, "rows": 2}
+            {"name": one, "documents": 1, "tokens": 4, "rows": 1},
+            {"name": two, "documents": 1, "tokens": 8, "rows": 2},
         ],
-        "rows": 3, "tokens": 12, "sha256": data.sha256,
+        "rows": 3,
+        "tokens": 12,
+        "sha256": data.sha256,
     }
 
 
@@ -186,7 +189,10 @@ def test_the_default_number_limits_token_ids_and_says_so(tmp_path, heard):
 def test_jsonl_rows_of_any_length_and_text_beside_them(tmp_path, heard):
     file = jsonl(
         tmp_path / "a.jsonl",
-        {"input_ids": [9, 8, 7, 6, 5]}, {"text": words(0, 1)}, {"input_ids": [4]}, {"text": words(2, 3)},
+        {"input_ids": [9, 8, 7, 6, 5]},
+        {"text": words(0, 1)},
+        {"input_ids": [4]},
+        {"text": words(2, 3)},
         {"input_ids": [PAD, 9], "attention_mask": [0, 1]},
     )
     data = read_calibration([file], [5], 3, make_tokenizer(), heard.report)
@@ -285,8 +291,12 @@ def test_the_digest_is_of_lengths_and_ids():
     assert rows_digest(rows) == expected
     assert rows_digest([row.to(torch.int32) for row in rows]) == expected
     others = [
-        [torch.tensor([1, 2]), torch.tensor([3, 4])], [torch.tensor([1, 2, 3, 4])], [torch.tensor([4]), rows[0]],
-        [torch.tensor([1, 2, 4]), rows[1]], rows[:1], [],
+        [torch.tensor([1, 2]), torch.tensor([3, 4])],
+        [torch.tensor([1, 2, 3, 4])],
+        [torch.tensor([4]), rows[0]],
+        [torch.tensor([1, 2, 4]), rows[1]],
+        rows[:1],
+        [],
     ]
     digests = {rows_digest(other) for other in others}
     assert len(digests) == len(others)

@@ -59,8 +59,12 @@ def test_a_record_becomes_a_document(record, document):
         {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}], "text": "no"},
         {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]},
         {"messages": None, "conversations": [{"from": "user", "value": "Hi"}, {"from": "assistant", "value": "Ho"}]},
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "H"}, {"text": "i"}]},
-                      {"role": "assistant", "content": "Ho", "tool_calls": None}]},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "H"}, {"text": "i"}]},
+                {"role": "assistant", "content": "Ho", "tool_calls": None},
+            ]
+        },
         {"prompt": [{"role": "user", "content": "Hi"}], "completion": [{"role": "assistant", "content": "Ho"}]},
     ],
 )
@@ -220,14 +224,17 @@ def test_parquet_with_nulls_first(tmp_path):
 
 
 def test_parquet_with_chats_and_ids(tmp_path):
-    table = pyarrow.Table.from_pylist([
-        {"messages": [{"role": "user", "content": "Hi", "name": None}], "input_ids": None},
-        {"messages": None, "input_ids": [5, 6]},
-    ])
+    table = pyarrow.Table.from_pylist(
+        [
+            {"messages": [{"role": "user", "content": "Hi", "name": None}], "input_ids": None},
+            {"messages": None, "input_ids": [5, 6]},
+        ]
+    )
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     where = f"{tmp_path / 'a.parquet'}, row"
     assert list(local_documents(tmp_path / "a.parquet")) == [
-        Chat(({"role": "user", "content": "Hi"},), f"{where} 1"), TokenRow((5, 6), f"{where} 2"),
+        Chat(({"role": "user", "content": "Hi"},), f"{where} 1"),
+        TokenRow((5, 6), f"{where} 2"),
     ]
 
 
@@ -254,7 +261,8 @@ def test_safetensors_attention_mask_hides_padding(tmp_path):
     mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
     save_file({"input_ids": torch.tensor([[1, 2, 0], [4, 5, 6]]), "attention_mask": mask}, tmp_path / "a.safetensors")
     assert [(row.ids, row.padding) for row in local_documents(tmp_path / "a.safetensors")] == [  # pyright: ignore
-        ((1, 2), 1), ((4, 5, 6), 0)
+        ((1, 2), 1),
+        ((4, 5, 6), 0),
     ]
 
 

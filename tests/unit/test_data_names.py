@@ -148,10 +148,8 @@ HUB = {
     "openorca": {"id": "1", "system_prompt": "", "question": "Hi", "response": "Ho"},
     "ultrachat": {"prompt": "Hi", "messages": TURNS},
     "magpie": {"conversations": SHAREGPT, "instruction": "Hi"},
-    "nemotron-post-training-dataset-v1": {
-        "messages": [{**turn, "tool_calls": []} for turn in TURNS], "metadata": "{}"},
-    "nemotron-post-training-dataset-v2": {
-        "messages": TURNS, "reasoning": "off"},
+    "nemotron-post-training-dataset-v1": {"messages": [{**turn, "tool_calls": []} for turn in TURNS], "metadata": "{}"},
+    "nemotron-post-training-dataset-v2": {"messages": TURNS, "reasoning": "off"},
 }
 
 

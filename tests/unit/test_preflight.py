@@ -86,10 +86,23 @@ def test_a_torch_without_cuda_is_told(nvml, monkeypatch):
     assert "torch 2.13.0+cpu is built without CUDA" in problem.what
 
 
-@pytest.mark.parametrize(("visible", "count"), [
-    (None, 3), ("", 0), ("0,2", 2), ("0, 1", 2), ("2,7,1", 1), ("-1,0", 0), ("GPU-ab,GPU-b", 2), ("GPU-a", 0),
-    ("0,0", 0), ("GPU-aa,0", 0), ("MIG-x", 1), ("nonsense", 0),
-])
+@pytest.mark.parametrize(
+    ("visible", "count"),
+    [
+        (None, 3),
+        ("", 0),
+        ("0,2", 2),
+        ("0, 1", 2),
+        ("2,7,1", 1),
+        ("-1,0", 0),
+        ("GPU-ab,GPU-b", 2),
+        ("GPU-a", 0),
+        ("0,0", 0),
+        ("GPU-aa,0", 0),
+        ("MIG-x", 1),
+        ("nonsense", 0),
+    ],
+)
 def test_visible_devices_are_counted_as_the_driver_does(visible, count):
     """GPU-a is the beginning of two UUIDs, so it names none."""
     assert preflight_module.count_visible(visible, ["GPU-aa", "GPU-ab", "GPU-b"]) == count

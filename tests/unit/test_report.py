@@ -69,7 +69,10 @@ class Fact:
 def test_recorded_values_become_json():
     value = {"fact": Fact(Path("/a"), frozenset(("y", "x")), (1, 2)), "snr": float("inf"), "none": None, "on": True}
     assert plain(value, "s") == {
-        "fact": {"path": "/a", "names": ["x", "y"], "shape": [1, 2]}, "snr": "inf", "none": None, "on": True,
+        "fact": {"path": "/a", "names": ["x", "y"], "shape": [1, 2]},
+        "snr": "inf",
+        "none": None,
+        "on": True,
     }
 
 

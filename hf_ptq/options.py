@@ -1,0 +1,250 @@
+"""The surface of the command line: every flag, and every known flag that is not built.
+
+Flags are named as ModelOpt's hf_ptq.py names them. typer reads the dataclass and fills it. A row of `NOT_BUILT` goes
+when its flag comes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hf_ptq.config import RunConfig
+
+MODEL, QUANTIZATION, DATA, EXPORT, RUN = "Model", "Quantization", "Calibration data", "Export", "Run"
+
+# Flags of ModelOpt's hf_ptq.py that are not built, and what to use. A row goes when its flag comes.
+NOT_BUILT: dict[str, str] = {
+    **dict.fromkeys(
+        (
+            "--auto_quantize_bits",
+            "--auto_quantize_method",
+            "--auto_quantize_score_size",
+            "--auto_quantize_checkpoint",
+            "--auto_quantize_cost_model",
+        ),
+        "write the choice of formats into a --recipe file",
+    ),
+    "--awq_block_size": "AWQ is missing; use --qformat w4a16_nvfp4 for 4-bit weights",
+    "--calib_with_images": "calibration is by text; give text to --dataset",
+    "--cast_mxfp4_to_nvfp4": "use --qformat nvfp4, which quantizes the dequantized weights",
+    "--cpu_offload": "use --device cpu for a model beyond the GPU's memory",
+    "--export_fmt": "leave it out; the export is always a Hugging Face checkpoint",
+    "--gpu_max_mem_percentage": "leave it out; --device cpu needs no GPU memory",
+    "--inference_pipeline_parallel": "leave it out; servers split the checkpoint when they load it",
+    "--inference_tensor_parallel": "leave it out; servers split the checkpoint when they load it",
+    "--low_memory_mode": "use --device cpu for a model beyond the GPU's memory",
+    "--max_cpu_memory_gb": "leave it out; the whole model is in memory, on one device",
+    "--max_gpu_memory_gb": "use --device cpu for a model beyond the GPU's memory",
+    **dict.fromkeys(
+        ("--mlflow", "--mlflow_experiment", "--mlflow_run_name"), "read hf_ptq_report.json in the export instead"
+    ),
+    "--moe_calib_experts_ratio": "leave it out; tokens go to the experts that the router chooses",
+    "--offload_folder": "use --device cpu for a model beyond the GPU's memory",
+    "--sparsity_fmt": "leave it out; weights stay dense",
+    "--specdec_offline_dataset": "give text or rows of token ids to --dataset",
+    "--use_fsdp2": "run one process on one device",
+    "--use_seq_device_map": "use --device cuda:N; the model is on one device",
+    "--vllm_fakequant_export": "leave it out; the export holds packed weights, which vLLM loads",
+}
+
+
+# fmt: off - one flag a paragraph: where it goes, what it says
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The command line as typed, before sizes, lists and paths are read."""
+
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--pyt_ckpt_path",
+            "--model",
+            rich_help_panel=MODEL,
+            metavar="SOURCE",
+            help="What to quantize: a local directory, a hub id, a .gguf file, or the word demo. Required.",
+        ),
+    ] = None
+    revision: Annotated[
+        str | None,
+        typer.Option(
+            "--revision",
+            rich_help_panel=MODEL,
+            help="Branch, tag or commit of a hub id. Default: the hub's main branch.",
+        ),
+    ] = None
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option(
+            "--trust_remote_code",
+            rich_help_panel=MODEL,
+            help="Run Python code that comes with the model. Default: off.",
+        ),
+    ] = False
+    attn_implementation: Annotated[
+        str | None,
+        typer.Option(
+            "--attn_implementation",
+            rich_help_panel=MODEL,
+            help="Attention kernel of transformers: eager, sdpa, flash_attention_2 ... Default: the model's own.",
+        ),
+    ] = None
+
+    experts_implementation: Annotated[
+        str,
+        typer.Option(
+            "--experts_implementation",
+            rich_help_panel=MODEL,
+            help="Kernel that runs routed experts: grouped_mm (one product for all), eager (one for each).",
+        ),
+    ] = RunConfig.experts_implementation
+
+    qformat: Annotated[
+        str | None,
+        typer.Option(
+            "--qformat",
+            rich_help_panel=QUANTIZATION,
+            metavar="PRESET",
+            help="What is quantized with what; --list shows all presets. Default: fp8.",
+        ),
+    ] = None
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            "--recipe",
+            rich_help_panel=QUANTIZATION,
+            metavar="FILE",
+            help="A recipe of your own (YAML, the schema of the shipped presets), in place of --qformat. "
+            "Default: none.",
+        ),
+    ] = None
+    kv_cache_qformat: Annotated[
+        str | None,
+        typer.Option(
+            "--kv_cache_qformat",
+            rich_help_panel=QUANTIZATION,
+            metavar="PRESET",
+            help="Format of the KV cache; none leaves it alone. Default: the recipe's own, else fp8_cast.",
+        ),
+    ] = None
+
+    dataset: Annotated[
+        str | None,
+        typer.Option(
+            "--dataset",
+            rich_help_panel=DATA,
+            metavar="NAMES",
+            help="Calibration data, several by commas: names of --list, local .jsonl .json .txt .csv .parquet files or "
+            "folders of them, or rows of token ids (.safetensors, or .jsonl with input_ids). "
+            "Default: cnn_dailymail and nemotron-post-training-dataset-v2; pydoc for demo.",
+        ),
+    ] = None
+    calib_size: Annotated[
+        str | None,
+        typer.Option(
+            "--calib_size",
+            rich_help_panel=DATA,
+            metavar="ROWS",
+            help="Calibration rows: one number for all data sets together, or one for each by commas. "
+            "Default: 512; 8 for demo.",
+        ),
+    ] = None
+    calib_seq: Annotated[
+        int,
+        typer.Option(
+            "--calib_seq", rich_help_panel=DATA, help="Tokens in a row; documents are packed into rows without padding."
+        ),
+    ] = RunConfig.calib_seq
+    batch_size: Annotated[
+        int,
+        typer.Option(
+            "--batch_size", rich_help_panel=DATA, help="Rows in a calibration batch; 0 chooses by the free memory."
+        ),
+    ] = RunConfig.batch_size
+
+    export_path: Annotated[
+        Path,
+        typer.Option(
+            "--export_path",
+            rich_help_panel=EXPORT,
+            metavar="DIRECTORY",
+            help="Where the quantized checkpoint goes. It appears there when it is complete and verified.",
+        ),
+    ] = Path("exported_model")
+    overwrite: Annotated[
+        bool,
+        typer.Option(
+            "--overwrite",
+            rich_help_panel=EXPORT,
+            help="Replace an earlier export; nothing else is ever removed. Default: off.",
+        ),
+    ] = False
+    max_shard_size: Annotated[
+        str,
+        typer.Option(
+            "--max_shard_size",
+            rich_help_panel=EXPORT,
+            metavar="SIZE",
+            help="Largest weight file: 5GB, 500MB, 2GiB or a number of bytes.",
+        ),
+    ] = "5GB"
+    durable: Annotated[
+        bool,
+        typer.Option(
+            "--durable/--no-durable",
+            rich_help_panel=EXPORT,
+            help="Flush the export to the disk (fsync) before it gets its name.",
+        ),
+    ] = True
+
+    report_html: Annotated[
+        Path | None,
+        typer.Option(
+            "--report_html",
+            rich_help_panel=RUN,
+            metavar="FILE",
+            help="Write one self-contained page with the error of every layer and the experts' load. Default: none.",
+        ),
+    ] = None
+    device: Annotated[
+        str,
+        typer.Option("--device", rich_help_panel=RUN, help="cpu, cuda or cuda:N; auto takes a GPU if there is one."),
+    ] = RunConfig.device
+    skip_generate: Annotated[
+        bool,
+        typer.Option(
+            "--skip_generate",
+            rich_help_panel=RUN,
+            help="No texts generated before and after quantization. Default: off.",
+        ),
+    ] = False
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry_run",
+            rich_help_panel=RUN,
+            help="Say what would be done, from the headers and the config alone, and stop. Default: off.",
+        ),
+    ] = False
+    seed: Annotated[int, typer.Option("--seed", rich_help_panel=RUN, help="Seed of all random numbers.")] = (
+        RunConfig.seed
+    )
+    verbose: Annotated[
+        bool,
+        typer.Option(
+            "--verbose/--no-verbose",
+            rich_help_panel=RUN,
+            help="Show progress and tables; without it warnings and the summary only.",
+        ),
+    ] = True
+    show_list: Annotated[
+        bool, typer.Option("--list", rich_help_panel=RUN, help="List presets, recipes and data sets, and stop.")
+    ] = False
+    show_version: Annotated[bool, typer.Option("--version", rich_help_panel=RUN, help="Say the version, and stop.")] = (
+        False
+    )
+
+
+# fmt: on

@@ -10,20 +10,21 @@ are the ones that were meant.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
-from hf_ptq.checkpoint.shards import ShardPlan
+from hf_ptq.checkpoint.dtypes import TORCH_DTYPES
+from hf_ptq.checkpoint.shards import ShardPlan, TensorPlan
 from hf_ptq.checkpoint.slices import SourceReader
 from hf_ptq.errors import Problem
 from hf_ptq.export.tensors import WeightError
 from hf_ptq.model.views import WEIGHT
 from hf_ptq.quantization.formats import codecs
 
+Place = tuple[Path, ShardPlan, TensorPlan]
 TOLERANCE_DB = 0.05  # sums are taken in another order than in memory
 PERFECT_DB = 200.0  # what is shown for a weight without error
 
@@ -68,13 +69,13 @@ def read_samples(
     dtype: torch.dtype,
 ) -> tuple[list[Sample], list[Problem]]:
     """The first and the worst module of each kind; problems where the disk tells another error than memory did."""
-    files = {tensor.name: shard.file for shard in shards for tensor in shard.tensors}
+    places = {tensor.name: (directory / shard.file, shard, tensor) for shard in shards for tensor in shard.tensors}
     samples: list[Sample] = []
     problems: list[Problem] = []
     for kind, members in by_kind(errors).items():
         for error in dict.fromkeys((members[0], worst_of(members))):
             weight = reader.tensor(error.module + WEIGHT)[...].to(dtype).float()
-            decoded = _decode(directory, files, error)
+            decoded = _decode(places, error)
             signal, noise = float(weight.square().sum()), float((decoded - weight).square().sum())
             cosine = float(torch.nn.functional.cosine_similarity(decoded.flatten(), weight.flatten(), dim=0))
             samples.append(Sample(error.module, kind, cosine, decibels(signal, noise)))
@@ -85,11 +86,16 @@ def read_samples(
     return samples, problems
 
 
-def _decode(directory: Path, files: dict[str, str], error: WeightError) -> torch.Tensor:
+def _decode(places: Mapping[str, Place], error: WeightError) -> torch.Tensor:
+    """The module's weight from its tensors on disk, fp32 [out, in]."""
     codec = codecs()[error.format]
-    tensors = {}
-    for local in codec.layout((16, 128)):  # any shape: only the names are wanted
-        name = f"{error.module}.{local}"
-        with safe_open(directory / files[name], framework="pt") as file:
-            tensors[local] = file.get_tensor(name)
-    return codec.decode(tensors)
+    locals_ = codec.layout((16, 128))  # any shape: only the names are wanted
+    return codec.decode({local: _read(*places[f"{error.module}.{local}"]) for local in locals_})
+
+
+def _read(path: Path, shard: ShardPlan, tensor: TensorPlan) -> torch.Tensor:
+    """One tensor of a finished file, at its planned offset: a library would parse the whole header for each."""
+    with path.open("rb", buffering=0) as file:
+        file.seek(shard.offsets[tensor.name])
+        data = bytearray(file.read(tensor.num_bytes))
+    return torch.frombuffer(data, dtype=TORCH_DTYPES[tensor.dtype]).reshape(tensor.shape)

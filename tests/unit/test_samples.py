@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from hf_ptq.checkpoint.shards import ShardPlan, TensorPlan, lay_out
 from hf_ptq.checkpoint.slices import SourceReader
 from hf_ptq.checkpoint.source import open_source
+from hf_ptq.checkpoint.writer import ShardWriter
 from hf_ptq.export.samples import PERFECT_DB, by_kind, decibels, read_samples, worst_of
 from hf_ptq.export.tensors import WeightError
 from hf_ptq.quantization.formats import codecs
@@ -74,8 +75,10 @@ class Exported:
         plans = [TensorPlan(name, spell(t), tuple(t.shape)) for part in self.files.values() for name, t in part.items()]
         shards = lay_out(plans, 4000)
         tensors = {name: tensor for part in self.files.values() for name, tensor in part.items()}
-        for shard in shards:
-            save_file({plan.name: tensors[plan.name] for plan in shard.tensors}, self.export / shard.file)
+        with ShardWriter(self.export, shards) as writer:
+            for name, tensor in tensors.items():
+                writer.write(name, tensor)
+            writer.finish(durable=False)
         assert len(shards) > 1
         return shards
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -179,6 +180,32 @@ def test_tensors_that_the_model_never_builds_are_carried(
     linears = {name.removesuffix(".weight") for name, tensor in extra.items() if tensor.dim() == 2}
     assert linears <= excluded
     assert any("7 tensors that the model never builds" in text for text in report.warnings)
+
+
+def test_a_hub_id_carries_over_what_a_directory_does(
+    tiny: Callable, quantize: Quantize, check_export: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MTP tensors of an MoE from a snapshot in an offline cache, whose files are links to blobs."""
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    extra = {"mtp.fc.weight": torch.randn(64, 128, generator=torch.Generator().manual_seed(5)).bfloat16()}
+    directory = altered(tiny("qwen3_moe"), tmp_path / "plain", lambda tensors: tensors.update(extra))
+    repository = tmp_path / "hub" / "models--somebody--model"
+    snapshot = repository / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    (repository / "blobs").mkdir()
+    for file in directory.iterdir():
+        shutil.copyfile(file, repository / "blobs" / file.name)
+        (snapshot / file.name).symlink_to(Path("../../blobs") / file.name)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    from_hub = quantize("somebody/model", "nvfp4", name="from_hub")
+    check_export(directory, from_hub)
+    from_directory = quantize(directory, "nvfp4", name="from_directory")
+    ours = load_tensors(from_hub)
+    assert raw(ours["mtp.fc.weight"]) == raw(extra["mtp.fc.weight"])
+    assert {n: raw(t) for n, t in ours.items()} == {n: raw(t) for n, t in load_tensors(from_directory).items()}
 
 
 def test_dtypes_of_unquantized_tensors_are_kept(

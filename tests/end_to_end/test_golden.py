@@ -15,6 +15,7 @@ from hf_ptq.report import Report
 from hf_ptq.run import run
 
 DENSE = ("llama_untied", "llama_tied")
+MODELS = (*DENSE, "qwen3_moe", "deepseek_v3")
 QFORMATS = ("fp8", "fp8_per_channel_per_token", "nvfp4", "w4a16_nvfp4")
 # The peer's `int8` has a static input scale; its weights are those of int8_weight_only.
 WEIGHTS_OF = {"int8": "int8_weight_only"}
@@ -46,7 +47,7 @@ def same_bytes(ours: torch.Tensor, peers: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("qformat", [*QFORMATS, "int8"])
-@pytest.mark.parametrize("model", DENSE)
+@pytest.mark.parametrize("model", MODELS)
 def test_golden(model: str, qformat: str, shared: Path, tmp_path: Path) -> None:
     ours = export_golden(shared, model, WEIGHTS_OF.get(qformat, qformat), tmp_path / "out")
     peers = load_file(shared / "golden" / model / qformat / "model.safetensors")
@@ -98,3 +99,26 @@ def test_golden_with_eager_attention(model: str, shared: Path, tmp_path: Path) -
     differing = [name for name in peers if not same_bytes(ours[name], peers[name])]
     assert all(name.endswith("input_scale") for name in differing)
     assert all(abs(float(ours[name] / peers[name]) - 1) <= 2**-6 for name in differing)
+
+
+@pytest.mark.parametrize("model", ["llama_untied", "qwen3_moe", "deepseek_v3"])
+def test_golden_kv_scales(model: str, shared: Path, tmp_path: Path) -> None:
+    """Scales of keys and values; for latent attention as the peer calibrates it, on the expanded keys and values."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        'rules:\n  - {pattern: "*", weight: nvfp4, input: nvfp4}\n  - {import: default_disabled}\n'
+        '  - {pattern: "*", k: fp8, v: fp8, mla: expanded}\n'
+    )
+    golden = shared / "golden" / model
+    run(
+        RunConfig(
+            model=str(golden / "source"), export_path=tmp_path / "out", recipe=str(recipe),
+            datasets=(str(golden / "calib.safetensors"),), attn_implementation=ATTENTION, device="cpu", durable=False,
+            skip_generate=True, verbose=False,
+        ),
+        Report(verbose=False),
+    )  # fmt: skip
+    ours = load_file(tmp_path / "out" / "model.safetensors")
+    peers = load_file(golden / "nvfp4_kv_fp8" / "model.safetensors")
+    assert set(ours) == set(peers)
+    assert [name for name in peers if not same_bytes(ours[name], peers[name])] == []

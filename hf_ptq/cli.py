@@ -24,8 +24,8 @@ from hf_ptq.options import NOT_BUILT, Options
 
 Parsed = TypeVar("Parsed")
 
-HELP = """Quantize a Hugging Face model after training, and write a checkpoint that vLLM, SGLang, TensorRT-LLM and
-transformers serve.
+HELP = """Quantize a Hugging Face model after training, and write a checkpoint that vLLM, SGLang and TensorRT-LLM
+serve.
 
 Example: hf-ptq --model demo --qformat nvfp4 --export_path demo-nvfp4"""
 

@@ -120,7 +120,8 @@ def _token_bytes(model: PreTrainedModel, row_tokens: int) -> int:
     size = model.dtype.itemsize
     linears = [m.out_features for m in model.base_model.modules() if isinstance(m, torch.nn.Linear)]
     projection = max([config.hidden_size, *linears]) * 3 * size
-    scores = config.num_attention_heads * row_tokens * 6 if str(config._attn_implementation).endswith("eager") else 0
+    heads = config.to_dict().get("num_attention_heads") or 0
+    scores = heads * row_tokens * 6 if config._attn_implementation == "eager" else 0
     experts: list[Any] = [m for m in model.modules() if takes_registry(m)]
     widths = [m.down_proj.shape[-1] for m in experts]
     choices = config.to_dict().get("num_experts_per_tok") or 1

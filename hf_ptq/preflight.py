@@ -45,7 +45,19 @@ def _problems(config: RunConfig) -> Iterator[Problem]:
         yield from check_source_cheaply(config.model)
     yield from check_datasets_cheaply(*choose_datasets(config.model, config.datasets, config.calib_sizes))
     yield from check_export_path(config.export_path, _local_source(config.model), config.overwrite)
+    yield from _about_html(config)
     yield from missing_device(config.device)
+
+
+def _about_html(config: RunConfig) -> Iterator[Problem]:
+    """The page is written last, when everything else is done: its path has to be good."""
+    if config.report_html is None:
+        return
+    path, export = config.report_html.expanduser().resolve(), config.export_path.expanduser().resolve()
+    if path.is_dir():
+        yield Problem(f"--report_html {path} is a directory", "name a file")
+    elif path.is_relative_to(export):
+        yield Problem(f"--report_html {path} lies in the export", "put it elsewhere: an export holds what servers read")
 
 
 def _refusals_of(step: Callable[[], object]) -> tuple[Problem, ...]:

@@ -8,6 +8,7 @@ process a preview is best effort: if it fails, the run goes on and says so.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -40,6 +41,9 @@ def preview(
             "no preview: " + ("the model does not generate" if prompt is not None else "no tokenizer and no data")
         )
         return None
+    limit = model.config.get_text_config().to_dict().get("max_position_embeddings")
+    if limit and len(prompt) + new_tokens > limit:
+        prompt, new_tokens = prompt[: limit // 2], limit - len(prompt[: limit // 2])
     ids = prompt[None].to(next(model.parameters()).device)
     own = model.generation_config
     padding = own.pad_token_id if own is not None and own.pad_token_id is not None else 0
@@ -49,14 +53,35 @@ def preview(
         eos_token_id=own.eos_token_id if own is not None else None,
         pad_token_id=padding,
     )
+    computed = _computed_state(model)
     try:
         with torch.no_grad():
             output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)  # type: ignore[operator]
     except Exception as error:  # noqa: BLE001 - a preview is best effort in a single process
         report.warn(f"the preview failed ({type(error).__name__}: {error}); the run goes on")
         return None
+    finally:
+        _restore(computed)
     tokens = output[0] if isinstance(output, torch.Tensor) else output.sequences[0]
     return Preview(_text(tokenizer, prompt), _text(tokenizer, tokens[len(prompt) :]))
+
+
+def _computed_state(model: PreTrainedModel) -> list[tuple[torch.nn.Module, dict[str, Any]]]:
+    """Modules that keep what they compute (rotary tables that grow with the longest text seen), and what they keep."""
+    kept = []
+    for module in model.modules():
+        if module._non_persistent_buffers_set:
+            numbers = {key: value for key, value in vars(module).items() if isinstance(value, (int, float))}
+            buffers = {key: value.clone() for key, value in module._buffers.items() if value is not None}
+            kept.append((module, {"numbers": numbers, "buffers": buffers}))
+    return kept
+
+
+def _restore(computed: list[tuple[torch.nn.Module, dict[str, Any]]]) -> None:
+    """A preview leaves the model as it found it, so that calibration does not depend on it."""
+    for module, state in computed:
+        vars(module).update(state["numbers"])
+        module._buffers.update(state["buffers"])
 
 
 def _prompt(tokenizer: PreTrainedTokenizerBase | None, row: torch.Tensor | None) -> torch.Tensor | None:

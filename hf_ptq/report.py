@@ -40,7 +40,7 @@ from hf_ptq.memory import MemoryMonitor
 
 REPORT_FILE = "hf_ptq_report.json"
 PACKAGES = ("hf-ptq", "torch", "transformers", "safetensors", "tokenizers", "datasets", "nvidia-ml-py")
-SUMMARY_ORDER = ("source", "plan", "data", "quantized", "signal_to_noise", "bytes", "previews")
+SUMMARY_ORDER = ("source", "plan", "data", "kv_cache", "signal_to_noise", "bytes", "previews")
 SUMMARY_ROWS = 12
 LOG_WIDTH = 120
 LOG_SECONDS = 60.0

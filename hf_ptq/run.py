@@ -19,7 +19,7 @@ from hf_ptq.distributed.agreement import together
 from hf_ptq.distributed.process_group import distributed_run
 from hf_ptq.export.destination import Destination
 from hf_ptq.quantization.apply import attach_quantizers
-from hf_ptq.report import REPORT_FILE, Report
+from hf_ptq.report import Report
 from hf_ptq.report_html import write_html
 
 
@@ -64,7 +64,7 @@ def run(config: RunConfig, report: Report | None = None) -> Report:
                 written = steps.Written(errors, checksums, sidecars)
                 steps.verify(job, export, written, destination, reader, report)
             steps.record_results(errors, config, destination.directory, report)
-            report.write(destination.directory / REPORT_FILE)
+            steps.write_report(destination, report)
             destination.commit(config.durable)
     report.print_summary()  # 12
     if config.report_html is not None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from hf_ptq import preview
@@ -25,12 +26,12 @@ from hf_ptq.data.rows import CalibrationData, read_calibration
 from hf_ptq.distributed.plan import Facts, decide_plan, free_bytes
 from hf_ptq.distributed.process_group import DistributedState
 from hf_ptq.driver import Job
-from hf_ptq.errors import RunError, refuse_if_any
+from hf_ptq.errors import Problem, RunError, UserError, refuse_if_any
 from hf_ptq.export.config_files import NESTED_NAME, LayerAlgo, exported_config, quantization_config, write_json
 from hf_ptq.export.destination import CONFIG_NAME, Destination, check_export_path, check_room
 from hf_ptq.export.layout import kv_algo, layer_algos, unquantized_linears
 from hf_ptq.export.samples import by_kind, decibels, read_samples, worst_of
-from hf_ptq.export.servers import EXPERT, exclude_entries, support_warnings
+from hf_ptq.export.servers import EXPERT, exclude_entries, exclusion_problems, support_warnings
 from hf_ptq.export.sidecars import copy_sidecars
 from hf_ptq.export.tensors import WeightError, plan_tensors, write_input_scales, write_kv_scales
 from hf_ptq.export.verify import Expectation, verify_export
@@ -47,6 +48,7 @@ from hf_ptq.quantization.recipe import Recipe, load_recipe
 from hf_ptq.report import REPORT_FILE, Report
 
 SCALES = frozenset({"weight_scale", "weight_scale_2", "input_scale", "k_scale", "v_scale"})
+LOST_DB = 10.0  # NVFP4 has about 20, FP8 31; below this a server computes with noise
 PREVIEW_TOKENS = 64
 DEMO_PREVIEW_TOKENS = 32
 
@@ -141,10 +143,17 @@ def plan_export(
 ) -> tuple[Recipe, Assignment, ExportPlan]:
     """Step 5: what is quantized with what, and every file of the export to the byte; refused if it does not fit."""
     recipe = load_recipe(config.recipe or config.qformat).with_kv(config.kv_cache_qformat)
-    assignment = assign(recipe, meta.model, weight_views(meta.placements, source.tensors, meta.stacking))
+    views = weight_views(meta.placements, source.tensors, meta.stacking)
+    assignment = assign(recipe, meta.model, views, dict(meta.model.all_tied_weights_keys))
     algos, kv = layer_algos(assignment), kv_algo(assignment)
     unquantized = unquantized_linears(source, meta.model, meta.placements, assignment)
     flat, nested = quantization_config(algos, exclude_entries(list(algos), unquantized), kv)
+    block = nested["quantization"]
+    excluded, is_mixed = block.get("exclude_modules", ()), block["quant_algo"] == "MIXED_PRECISION"
+    problems = exclusion_problems(algos, unquantized, excluded, is_mixed)
+    if problems:
+        cure = "change the recipe so that what servers fuse, and the experts of a layer, are quantized together"
+        raise UserError(*(Problem(problem, cure) for problem in problems[:10]))
     shards = lay_out(plan_tensors(units, source, assignment), config.max_shard_bytes)
     export = ExportPlan(shards, algos, tuple(unquantized), flat, nested)
     expert_algos = {algo.algo for module, algo in algos.items() if EXPERT.fullmatch(module)}
@@ -218,8 +227,23 @@ def read_data(
     vocabulary = meta.model.config.get_text_config().vocab_size
     with report.stage("data"):
         data = read_calibration(names, sizes, config.calib_seq, tokenizer, report, vocab_size=vocabulary)
+    _refuse_long_rows(data, meta)
     report.record("data", data.as_dict())
     return data, tokenizer
+
+
+def _refuse_long_rows(data: CalibrationData, meta: MetaModel) -> None:
+    """Learned positions end; on a GPU an index beyond them ends the process."""
+    longest = max(len(row) for row in data.rows)
+    for name, module in meta.model.named_modules():
+        leaf = name.rpartition(".")[2]
+        if (
+            isinstance(module, nn.Embedding)
+            and ("position" in leaf or leaf == "wpe")
+            and module.num_embeddings < longest
+        ):
+            what = f"rows of {longest} tokens are longer than the {module.num_embeddings} positions of {name}"
+            raise UserError(Problem(what, f"--calib_seq {module.num_embeddings - 2}"))
 
 
 def _tokenizer(config: RunConfig, source: Source, report: Report) -> PreTrainedTokenizerBase | None:
@@ -297,6 +321,7 @@ def verify(
 ) -> None:
     """Step 11: what lies in the files is what was meant. Raises RunError with everything that is not."""
     directory = destination.directory
+    reader.refuse_changed()
     names = [tensor.name for shard in export.shards for tensor in shard.tensors]
     expectation = Expectation(
         config=exported_config(job.source.config, export.flat),
@@ -325,9 +350,21 @@ def record_results(errors: list[WeightError], config: RunConfig, directory: Path
             "worst module": worst.module,
         }
     report.record("signal_to_noise", rows)
+    lost = [e for e in errors if decibels(e.signal, e.noise) < LOST_DB]
+    if lost:
+        names = ", ".join(f"{e.module} ({decibels(e.signal, e.noise):.1f} dB)" for e in lost[:5])
+        report.warn(
+            f"{len(lost)} weights are mostly noise after quantization, as when another member of their fused group is "
+            f"far larger: {names}{' ...' if len(lost) > 5 else ''}; leave them out by a rule"
+        )
     files = (str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
     report.record("files", sorted([*files, REPORT_FILE]))
     report.record("exported", config.export_path)
+
+
+def write_report(destination: Destination, report: Report) -> None:
+    """The report, as the last file of the export."""
+    write_json(destination.directory / REPORT_FILE, report.as_dict())
 
 
 def _some(names: list[str]) -> str:

@@ -19,7 +19,7 @@ import torch
 
 from hf_ptq.checkpoint.dtypes import TORCH_DTYPES
 from hf_ptq.checkpoint.source import Source, TensorEntry
-from hf_ptq.errors import RunError
+from hf_ptq.errors import Problem, RunError
 
 Index = int | slice | EllipsisType
 READ_CHUNK = 1 << 30  # Linux reads at most about 2 GiB a call
@@ -33,6 +33,7 @@ class SourceReader:
         self.bytes_read = 0
         self._lock = threading.Lock()
         self._files: dict[str, int] = {}
+        self._as_found = {file: _identity(source.directory / file) for file in source.weight_files}
 
     def __enter__(self) -> Self:
         return self
@@ -41,6 +42,12 @@ class SourceReader:
         for descriptor in self._files.values():
             os.close(descriptor)
         self._files.clear()
+
+    def refuse_changed(self) -> None:
+        """Raise RunError naming the files of the source that are no longer those that were opened."""
+        changed = [file for file, found in self._as_found.items() if _identity(self.source.directory / file) != found]
+        if changed:
+            raise RunError(Problem(f"the source changed during the run: {', '.join(changed)}", "run again"))
 
     def path(self, entry: TensorEntry) -> Path:
         """The file that holds a tensor."""
@@ -85,6 +92,15 @@ class SourceReader:
             if file not in self._files:
                 self._files[file] = os.open(self.source.directory / file, os.O_RDONLY)
             return self._files[file]
+
+
+def _identity(path: Path) -> tuple[int, int, int, int] | None:
+    """What changes when a file is replaced or written to; None where it is gone."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 class LazyTensor:

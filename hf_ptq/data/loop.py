@@ -37,8 +37,8 @@ def choose_batch_size(num_rows: int, row_tokens: int, token_bytes: int, free_byt
     fitting = max(1, free_bytes // 2 // max(1, row_tokens * token_bytes))
     size = max(1, min(num_rows, fitting, MAX_BATCH_ROWS))
     reason = (
-        f"{row_tokens} tokens x {token_bytes / 2**10:.0f} KiB a row, {free_bytes / 2**30:.2f} GiB free: "
-        f"{fitting} rows fit in half of it"
+        f"{row_tokens} tokens x {token_bytes / 2**10:.0f} KiB a row: {fitting} rows fit into the "
+        f"{free_bytes / 2**31:.2f} GiB that activations may take"
     )
     return size, reason
 

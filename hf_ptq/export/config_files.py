@@ -23,6 +23,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
+from hf_ptq.errors import RunError
+
 NESTED_NAME = "hf_quant_config.json"
 MIXED = "MIXED_PRECISION"
 WITH_GROUPS = ("FP8", "NVFP4", "W4A16_NVFP4")
@@ -112,8 +114,11 @@ def json_text(data: Mapping[str, Any]) -> str:
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """Write a JSON file as `json_text` spells it, in UTF-8."""
-    path.write_text(json_text(data), encoding="utf-8")
+    """Write a JSON file as `json_text` spells it, in UTF-8. Raises RunError where the disk refuses."""
+    try:
+        path.write_text(json_text(data), encoding="utf-8")
+    except OSError as error:
+        raise RunError(f"{path}: cannot be written: {error.strerror}") from error
 
 
 def disagreements(config: Mapping[str, Any], nested: Mapping[str, Any]) -> list[str]:

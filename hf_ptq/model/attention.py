@@ -1,10 +1,10 @@
 """Attention that lets quantizers see keys and values, whatever kernel computes it.
 
-transformers looks the attention kernel up by name (`ALL_ATTENTION_FUNCTIONS`) and makes the mask by the same name
-(`ALL_MASK_ATTENTION_FUNCTIONS`). For each kernel in use a wrapper is registered under a name of its own, with the
-kernel's own mask function: a name without one would get no mask, and eager attention would look ahead. The wrapper
-hands keys and values (after rotary embedding, as the kernel gets them) to the submodules `k_quantizer` and
-`v_quantizer` of the attention module and calls the kernel. The name is set on the language model's configuration only.
+transformers looks the attention kernel up by name (`ALL_ATTENTION_FUNCTIONS`). The kernel in use is registered anew
+under its own name, wrapped: the wrapper hands keys and values (after rotary embedding, as the kernel gets them) to
+the submodules `k_quantizer` and `v_quantizer` of the attention module, if it has them, and calls the kernel; for
+every other module it is the kernel. A name of its own would not do: it needs a mask function of that name, and some
+families (sparse attention) ask for the name of the kernel and leave a mask out where they do not know it.
 
 The cache holds keys and values as they were computed, so the wrapper rounds all of them in each step; rounding is a
 function of each row alone, so this gives what a cache of rounded rows would.
@@ -27,10 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-from hf_ptq.errors import Problem, UserError
 
 K_QUANTIZER = "k_quantizer"
 V_QUANTIZER = "v_quantizer"
@@ -39,12 +36,17 @@ LATENT_NORM = "kv_a_layernorm"
 Kernel = Callable[..., Any]
 
 
-def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Name -> attention module of the language model, in order: those that own a projection to keys."""
+def attention_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Name -> attention module of the language model, in order: those that own a projection to keys.
+
+    Towers for images and sound have attention too, but no cache that a server keeps.
+    """
+    decoder = model.get_decoder()
+    prefix = next((name for name, module in model.named_modules() if module is decoder), "")
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         parent, _, leaf = name.rpartition(".")
-        if leaf in KEY_LEAVES and isinstance(module, nn.Linear):
+        if leaf in KEY_LEAVES and isinstance(module, nn.Linear) and name.startswith(prefix):
             found.setdefault(parent, model.get_submodule(parent))
     return found
 
@@ -81,25 +83,11 @@ class RotaryPart(nn.Module):
 
 
 def use_our_attention(model: PreTrainedModel) -> None:
-    """Wrap the kernel that the language model of `model` uses.
-
-    Raises UserError where that kernel has no mask function of its own name.
-    """
-    config = model.config.get_text_config()
-    kernel = str(config._attn_implementation)
-    name = f"hf_ptq_{kernel}"
-    if kernel.startswith("hf_ptq_"):
-        return
-    if kernel not in ALL_MASK_ATTENTION_FUNCTIONS.valid_keys():
-        raise UserError(
-            Problem(
-                f"attention implementation {kernel!r} has no mask function to wrap",
-                "use --attn_implementation sdpa or eager, or --kv_cache_qformat none",
-            )
-        )
-    ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[kernel])
-    ALL_ATTENTION_FUNCTIONS.register(name, partial(_attention_forward, wrapped=kernel))
-    config._attn_implementation = name
+    """Wrap the kernel that the language model of `model` uses; once, however often it is called."""
+    name = str(model.config.get_text_config()._attn_implementation)
+    kernel = ALL_ATTENTION_FUNCTIONS.get(name)  # None for eager, which each family's file has for itself
+    if not (isinstance(kernel, partial) and kernel.func is _attention_forward):
+        ALL_ATTENTION_FUNCTIONS.register(name, partial(_attention_forward, wrapped=kernel))
 
 
 def _attention_forward(
@@ -108,12 +96,12 @@ def _attention_forward(
     key: torch.Tensor,
     value: torch.Tensor,
     *arguments: Any,
-    wrapped: str,
+    wrapped: Kernel | None,
     **options: Any,
 ) -> Any:
     """query, key, value [batch, heads, tokens, head_dim] -> what the wrapped kernel gives."""
     key, value = _quantized(module, K_QUANTIZER, key), _quantized(module, V_QUANTIZER, value)
-    kernel = _eager_kernel(module) if wrapped == "eager" else ALL_ATTENTION_FUNCTIONS[wrapped]
+    kernel = wrapped if wrapped is not None else _eager_kernel(module)
     return kernel(module, query, key, value, *arguments, **options)
 
 

@@ -41,6 +41,7 @@ from hf_ptq.checkpoint.slices import LazyTensor
 from hf_ptq.checkpoint.source import Source
 from hf_ptq.errors import Problem, RunError, UserError, refuse_if_any
 
+NOT_READ_YET = "quantized sources are not read yet; dequantize it first"
 OTHER_MODEL = "config.json belongs to another model"
 
 
@@ -153,7 +154,7 @@ def _instantiate(
         if names:
             return getattr(transformers, names[0])._from_config(config, **options)
         return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
-    except (ValueError, ImportError, KeyError, AttributeError) as error:
+    except (ValueError, ImportError, KeyError, AttributeError, ArithmeticError, RuntimeError) as error:
         what = f"transformers cannot build {config.architectures or config.model_type}: {_first_line(error)}"
         raise UserError(Problem(what, "check --attn_implementation and config.json, or --trust_remote_code")) from error
 
@@ -174,7 +175,10 @@ def _load_generation_config(model: PreTrainedModel, source: Source) -> None:
     """End and padding ids of the source's generation_config.json; it is not validated and never saved again."""
     path = source.directory / "generation_config.json"
     if model.can_generate() and path.is_file():
-        data = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:  # of JSON and of UTF-8
+            raise UserError(Problem(f"{path} is not valid JSON: {error}", "mend it, or remove it")) from error
         ids = {key: data[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in data}
         model.generation_config = GenerationConfig(**ids)
 
@@ -226,6 +230,9 @@ def _placement_problems(meta: MetaModel, source: Source) -> Iterator[Problem]:
     for name, placement in meta.placements.items():
         if placement.parameter is None or placement.pattern is not None:
             continue
+        dtype = source.tensors[name].dtype
+        if dtype not in FLOAT_DTYPES and known[placement.parameter].is_floating_point():
+            yield Problem(f"{name} is stored as {dtype}: a quantized source", NOT_READ_YET)
         stored, wanted = source.tensors[name].shape, tuple(known[placement.parameter].shape)
         if stored != wanted:
             yield Problem(
@@ -251,10 +258,14 @@ def _stack_problems(meta: MetaModel, source: Source) -> Iterator[Problem]:
                 what = f"{parameter} needs {experts} experts, {source.origin} has {len(members)} of {pattern!r}"
                 yield Problem(what, f"the checkpoint is incomplete; it has {', '.join(members[:4])} ...")
             for name in members:
+                if source.tensors[name].dtype not in FLOAT_DTYPES:
+                    yield Problem(f"{name} is stored as {source.tensors[name].dtype}: a quantized source", NOT_READ_YET)
                 if list(source.tensors[name].shape) != wanted:
                     shape = list(source.tensors[name].shape)
                     yield Problem(f"{name} has shape {shape}, the model of config.json needs {wanted}", OTHER_MODEL)
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """The message on one line, cut; libraries put the reason on the second."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else text[:297] + "..."

@@ -41,11 +41,12 @@ class RowQuantizer(Protocol):
     """Sees the rows of a grouped product with the expert of each; gives what is multiplied."""
 
     def quantize_rows(
-        self, values: torch.Tensor, source: torch.Tensor | None, experts: torch.Tensor, is_live: torch.Tensor
+        self, values: torch.Tensor, source: torch.Tensor | None, experts: torch.Tensor, is_live: torch.Tensor | None
     ) -> torch.Tensor:
         """The rows [rows, inputs]: `values` themselves, or `values[source]` (int64 [rows]).
 
-        `experts`: int64 [rows]; rows that are not `is_live` (bool [rows]) belong to no token of this rank.
+        `experts`: int64 [rows]; rows that are not `is_live` (bool [rows], under expert parallelism) belong to no
+        token of this rank.
         """
         ...
 
@@ -114,7 +115,7 @@ def experts_forward(
     """What the experts of one layer add: hidden_states [tokens, hidden], choices and weights [tokens, k]."""
     num_tokens, k = top_k_index.shape
     experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
-    is_live = experts < module.num_experts
+    is_live = experts < module.num_experts if module._is_expert_parallel else None
     counts = torch.zeros(module.num_experts + 1, dtype=torch.int64, device=experts.device)
     counts.scatter_add_(0, experts, torch.ones_like(experts))
     ends = counts[: module.num_experts].cumsum(0).to(torch.int32)
@@ -123,12 +124,12 @@ def experts_forward(
     first = "gate_up_proj" if module.has_gate else "up_proj"
     rows = _quantized(module, INPUT_QUANTIZER, hidden_states, order // k, owner, is_live)
     inner = _product(module, first, rows, ends, owner, kernel)
-    if module._is_expert_parallel:
+    if is_live is not None:
         inner = inner.masked_fill(~is_live[:, None], 0.0)  # the kernel leaves rows beyond the last end undefined
     inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
     inner = _quantized(module, DOWN_INPUT_QUANTIZER, inner, None, owner, is_live)
     out = _product(module, "down_proj", inner, ends, owner, kernel)
-    if module._is_expert_parallel:
+    if is_live is not None:
         out = out.masked_fill(~is_live[:, None], 0.0)
     if module.has_post_expert_norm:
         out = module.post_expert_norm(out)
@@ -148,7 +149,7 @@ def _quantized(
     values: torch.Tensor,
     source: torch.Tensor | None,
     experts: torch.Tensor,
-    is_live: torch.Tensor,
+    is_live: torch.Tensor | None,
 ) -> torch.Tensor:
     quantizer: Any = module._modules.get(name)
     if quantizer is None:

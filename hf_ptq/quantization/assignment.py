@@ -7,20 +7,23 @@ and no longer the recipe. It costs no memory, so that a recipe is judged before 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from hf_ptq.errors import Problem, UserError
-from hf_ptq.model.attention import attention_modules, takes_registry
 from hf_ptq.model.experts import takes_registry as experts_take_registry
 from hf_ptq.model.views import WeightView
+from hf_ptq.quantization.cache import QuantizedCache, decide_cache
 from hf_ptq.quantization.formats.description import FORMATS, NumberFormat
 from hf_ptq.quantization.groups import fused_groups
 from hf_ptq.quantization.modules import class_names, kind_of
 from hf_ptq.quantization.recipe import Recipe, Rule
+
+MAX_PROBLEMS = 10
 
 
 @dataclass(frozen=True)
@@ -53,24 +56,6 @@ class LeftAlone:
 
 
 @dataclass(frozen=True)
-class QuantizedCache:
-    """The KV cache: the formats of keys and values, and what multi-head latent attention is calibrated on.
-
-    `layers`: the model's name of each attention module -> the source's.
-    """
-
-    k: NumberFormat
-    v: NumberFormat
-    mla: str
-    layers: dict[str, str]
-
-    @property
-    def needs_data(self) -> bool:
-        """True where ranges have to be calibrated, and scales are stored."""
-        return self.k.needs_data or self.v.needs_data
-
-
-@dataclass(frozen=True)
 class Assignment:
     """What is quantized with what. `kv` is None where keys and values stay as they are."""
 
@@ -91,30 +76,32 @@ class Assignment:
         return {module: q for q in self.quantized for module in q.view.modules}
 
 
-def assign(recipe: Recipe, model: nn.Module, views: Sequence[WeightView]) -> Assignment:
-    """Decide every linear of `views`.
+def assign(
+    recipe: Recipe, model: PreTrainedModel, views: Sequence[WeightView], tied: Mapping[str, str] | None = None
+) -> Assignment:
+    """Decide every linear of `views`, and the KV cache. `tied`: parameter -> the one whose weight it shares.
 
-    Raises UserError with all reasons: the recipe quantizes nothing, it splits a fused group, or a shape that a
-    format cannot take splits one.
+    Raises UserError with all reasons: the recipe quantizes nothing, it splits a fused group or the experts of a
+    layer, or it asks for experts that cannot be reached.
     """
     modules = dict(model.named_modules())
-    decisions = {view: _decide(recipe, view, modules) for view in views}
+    problems: list[Problem] = []
+    decisions = {view: _decide(recipe, view, modules, problems) for view in views}
+    tied = tied or {}
+    _leave_tied_alone(decisions, tied)
     groups = _groups(views)
     quantized, left, warnings = _apply_shapes(decisions, groups)
-    problems = _split_groups(groups, {m for q in quantized for m in q.view.modules}, quantized)
+    problems += _split_groups(groups, {m for q in quantized for m in q.view.modules}, quantized)
+    problems += _split_experts(quantized, views)
     problems += _opaque_experts(recipe, modules, quantized, {view.parameter for view in views})
     if not quantized and not problems:
-        problems.append(
-            Problem(
-                f"recipe {recipe.name} quantizes nothing in {type(model).__name__}",
-                f"{_reasons(left)}; the names are e.g. {_examples(views)}",
-            )
-        )
+        what = f"recipe {recipe.name} quantizes nothing in {type(model).__name__}"
+        problems.append(Problem(what, f"{_reasons(left)}; the names are e.g. {_examples(views)}"))
     if problems:
-        raise UserError(*problems)
-    kv, kv_warnings = _decide_kv(recipe, model, views)
-    warnings += [*kv_warnings, *_unmatched(recipe, modules, views)]
-    return Assignment(tuple(quantized), tuple(left), kv, tuple(warnings))
+        raise UserError(*problems[:MAX_PROBLEMS])
+    cache, cache_warnings = decide_cache(recipe, model, views)
+    warnings += [*_tied_warnings(recipe, tied, views, decisions), *cache_warnings, *_unmatched(recipe, modules, views)]
+    return Assignment(tuple(quantized), tuple(left), cache, tuple(warnings))
 
 
 @dataclass(frozen=True)
@@ -126,9 +113,12 @@ class _Formats:
     rule: str
 
 
-def _decide(recipe: Recipe, view: WeightView, modules: Mapping[str, nn.Module]) -> _Formats | str:
+def _decide(
+    recipe: Recipe, view: WeightView, modules: Mapping[str, nn.Module], problems: list[Problem]
+) -> _Formats | str:
     """The formats of the last rule that matches, or the reason why the view is left alone."""
     owner = modules[view.owner]
+    problems += _partial_matches(recipe, view)
     names = _names(view)
     found: tuple[Rule, str] | None = None
     for rule in recipe.rules:
@@ -145,6 +135,43 @@ def _decide(recipe: Recipe, view: WeightView, modules: Mapping[str, nn.Module]) 
     if not view.is_stacked and kind_of(owner) is None:
         return f"{type(owner).__name__} is no kind that can be quantized"
     return _Formats(FORMATS[rule.weight], FORMATS[rule.input] if rule.input else None, origin)
+
+
+def _partial_matches(recipe: Recipe, view: WeightView) -> list[Problem]:
+    """Patterns that match some experts of a layer and not the others; servers know all experts of a layer as one."""
+    found = []
+    for pattern in (
+        (p for rule in recipe.rules if rule.decides_linears for p in rule.pattern) if view.is_stacked else ()
+    ):
+        matched = [module for module in view.modules if fnmatchcase(module, pattern)]
+        own = any(fnmatchcase(name, pattern) for name in _names(view)[len(view.modules) :])
+        if matched and len(matched) < len(view.modules) and not own:
+            what = f"pattern {pattern!r} matches {len(matched)} of the {len(view.modules)} experts of {view.stack}"
+            found.append(Problem(what, "servers know all experts of a layer as one: match all of them, or none"))
+    return found
+
+
+def _leave_tied_alone(decisions: dict[WeightView, _Formats | str], tied: Mapping[str, str]) -> None:
+    """A weight that is tied to another one is that other one's."""
+    for view, decision in decisions.items():
+        if view.parameter in tied and not isinstance(decision, str):
+            decisions[view] = f"tied to {tied[view.parameter]}"
+
+
+def _tied_warnings(
+    recipe: Recipe, tied: Mapping[str, str], views: Sequence[WeightView], decisions: Mapping[WeightView, _Formats | str]
+) -> list[str]:
+    """Tied weights, stored or not, that the recipe asks for."""
+    asked = [v.modules[0] for v, d in decisions.items() if isinstance(d, str) and d.startswith("tied to ")]
+    stored = {view.parameter for view in views}
+    for parameter in tied:
+        name = parameter.removesuffix(".weight")
+        deciding = [r for r in recipe.rules if r.decides_linears and any(fnmatchcase(name, p) for p in r.pattern)]
+        if parameter not in stored and deciding and deciding[-1].weight is not None:
+            asked.append(name)
+    return [
+        f"{name} shares the embedding's weight and is left unquantized, though the recipe asks for it" for name in asked
+    ]
 
 
 def _names(view: WeightView) -> tuple[str, ...]:
@@ -172,19 +199,31 @@ def _apply_shapes(
     quantized: list[QuantizedWeight] = []
     left: list[LeftAlone] = []
     warnings: list[str] = []
+    unfit = _unfit(decisions)
     for view, decision in decisions.items():
-        if isinstance(decision, str):
-            left += [LeftAlone(module, decision) for module in view.modules]
+        reason = (
+            decision if isinstance(decision, str) else unfit.get(view.stack if view.is_stacked else view.modules[0])
+        )
+        if reason is not None or isinstance(decision, str):
+            left += [LeftAlone(module, str(reason)) for module in view.modules]
+            if not isinstance(decision, str):
+                warnings.append(f"{view.stack if view.is_stacked else view.modules[0]} is left unquantized: {reason}")
             continue
         weight = decision.weight
-        if view.shape[1] % weight.input_multiple:
-            reason = f"{view.shape[1]} inputs are no multiple of {weight.input_multiple}, as {weight.name} needs"
-            left += [LeftAlone(module, reason) for module in view.modules]
-            warnings.append(f"{view.modules[0]} is left unquantized: {reason}")
-            continue
         group = _group_name(view, group_of)
         quantized.append(QuantizedWeight(view, weight, decision.input, group, decision.rule))
     return quantized, left, warnings
+
+
+def _unfit(decisions: Mapping[WeightView, _Formats | str]) -> dict[str, str]:
+    """Module, or all experts of a layer -> why its format cannot take it."""
+    found: dict[str, str] = {}
+    for view, decision in decisions.items():
+        if not isinstance(decision, str) and view.shape[1] % decision.weight.input_multiple:
+            place, of = (view.stack, f" of {view.leaf}") if view.is_stacked else (view.modules[0], "")
+            multiple = f"{decision.weight.input_multiple}, as {decision.weight.name} needs"
+            found[place] = f"{view.shape[1]} inputs{of} are no multiple of {multiple}"
+    return found
 
 
 def _group_name(view: WeightView, group_of: Mapping[str, str]) -> str:
@@ -214,6 +253,24 @@ def _split_groups(
     return problems[:5]
 
 
+def _split_experts(quantized: Sequence[QuantizedWeight], views: Sequence[WeightView]) -> list[Problem]:
+    """Layers whose experts are quantized in part, or not all alike; servers know one scheme for all of them."""
+    schemes: dict[str, dict[str, str]] = {view.stack: {} for view in views if view.is_stacked}
+    by_view = {q.view: q.scheme for q in quantized}
+    for view in views:
+        if view.is_stacked:
+            schemes[view.stack][view.leaf] = "/".join(map(str, by_view[view])) if view in by_view else "unquantized"
+    return [
+        Problem(
+            f"the experts of {stack} need one format: "
+            + ", ".join(f"{leaf}: {scheme}" for leaf, scheme in kinds.items()),
+            "change the recipe so that all projections of the experts match the same rule",
+        )
+        for stack, kinds in schemes.items()
+        if len(set(kinds.values())) > 1
+    ]
+
+
 def _opaque_experts(
     recipe: Recipe, modules: Mapping[str, nn.Module], quantized: Sequence[QuantizedWeight], viewed: set[str]
 ) -> list[Problem]:
@@ -241,33 +298,6 @@ def _opaque_experts(
                 cure = "this layout is not built yet; leave the experts out by a rule (enable: false)"
                 found.setdefault(type(module).__name__, Problem(what, cure))
     return list(found.values())
-
-
-def _decide_kv(
-    recipe: Recipe, model: nn.Module, views: Sequence[WeightView]
-) -> tuple[QuantizedCache | None, list[str]]:
-    """The cache's formats by the last rule that gives them, and warnings.
-
-    Raises UserError where ranges would have to be calibrated in modules that no quantizer can look into.
-    """
-    deciding = [rule for rule in recipe.rules if rule.k is not None and rule.v is not None]
-    attention = attention_modules(model)
-    if not deciding or not attention:
-        return None, []
-    k, v = FORMATS[str(deciding[-1].k)], FORMATS[str(deciding[-1].v)]
-    opaque = sorted({type(module).__name__ for module in attention.values() if not takes_registry(module)})
-    cache = QuantizedCache(k, v, deciding[-1].mla, _attention_names(attention, views))
-    if opaque and cache.needs_data:
-        what = f"{', '.join(opaque)} computes attention by itself, so keys and values cannot be calibrated"
-        raise UserError(Problem(what, "use --kv_cache_qformat fp8_cast or none"))
-    return cache, [f"previews do not round the KV cache: {name} computes attention by itself" for name in opaque]
-
-
-def _attention_names(attention: Iterable[str], views: Sequence[WeightView]) -> dict[str, str]:
-    """The model's names of attention modules -> the source's: the parents of one linear in both."""
-    source_of = {view.owner: view.modules[0] for view in views if not view.is_stacked}
-    parents = {owner.rpartition(".")[0]: module.rpartition(".")[0] for owner, module in source_of.items()}
-    return {name: parents.get(name, name) for name in attention}
 
 
 def _unmatched(recipe: Recipe, modules: Mapping[str, nn.Module], views: Sequence[WeightView]) -> list[str]:

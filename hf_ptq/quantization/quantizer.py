@@ -66,22 +66,26 @@ class Quantizer(nn.Module):
         return values
 
     def quantize_rows(
-        self, values: torch.Tensor, source: torch.Tensor | None, experts: torch.Tensor, is_live: torch.Tensor
+        self, values: torch.Tensor, source: torch.Tensor | None, experts: torch.Tensor, is_live: torch.Tensor | None
     ) -> torch.Tensor:
         """The same for rows [rows, in] that belong to `experts` (int64 [rows]): `values`, or `values[source]`.
 
-        Tokens are reduced and rounded before they are copied for each of their experts. All-zero rows are no tokens
-        (expert parallelism sends one to a rank that received none) and are not counted; a row with a NaN is not all
-        zero.
+        Tokens are reduced and rounded before they are copied for each of their experts. `is_live` is given under
+        expert parallelism: rows that are not live are for other ranks, and all-zero rows are no tokens (a rank that
+        received none is sent one). A row with a NaN is not all zero.
         """
         if self.mode == "observe" and self._pending is not None:
             assert self._seen is not None
             low, high = values.aminmax(dim=-1)
             amax = torch.maximum(high, -low).float()
             amax = amax if source is None else amax[source]
-            is_live = is_live & (amax != 0)
-            self._pending.scatter_reduce_(0, experts, torch.where(is_live, amax, 0.0), "amax")
-            self._seen.scatter_add_(0, experts, is_live.float())
+            if is_live is None:
+                counted = torch.ones_like(amax)
+            else:
+                is_live = is_live & (amax != 0)
+                amax, counted = torch.where(is_live, amax, 0.0), is_live.float()
+            self._pending.scatter_reduce_(0, experts, amax, "amax")
+            self._seen.scatter_add_(0, experts, counted)
         elif self.mode == "quantize":
             values = self.codec.fake_quantize(values, self.amax)  # type: ignore[arg-type]
         return values if source is None else values.index_select(0, source)

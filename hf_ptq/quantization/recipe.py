@@ -228,7 +228,7 @@ def _unknown(name: str) -> Problem:
         return Problem(
             f"--recipe {name}: there is no such file", "give the path of a YAML recipe or the name of a preset"
         )
-    near = difflib.get_close_matches(name, names + list(NOT_BUILT_YET), 3, 0.4)
+    near = difflib.get_close_matches(name, names, 3, 0.4)
     return Problem(f"{name!r} is no preset (--qformat)", f"nearest: {', '.join(near or names)}; --list shows all")
 
 

@@ -144,14 +144,30 @@ def test_default_disabled(plan: Callable[[str], Planned]) -> None:
 # ---- names
 
 
-@pytest.mark.parametrize("pattern", ["*.block_sparse_moe.experts.*", "*.mlp.experts.*", "*.w1", "*.experts.3.w1"])
+@pytest.mark.parametrize("pattern", ["*.block_sparse_moe.experts.*", "*.mlp.experts.*", "*.w[123]"])
 def test_patterns_fit_the_sources_names_and_the_models(pattern: str, plan: Callable[[str], Planned]) -> None:
     """Mixtral's experts are called block_sparse_moe.experts.N.w1 on the hub, mlp.experts.gate_up_proj in memory."""
-    gate = Rule(pattern=(pattern,), weight="fp8")
-    rules = (gate,) if ".w1" not in pattern and "3" not in pattern else (gate, Rule(pattern=("*.w3",), weight="fp8"))
-    chosen = schemes(give(plan("mixtral"), *rules))
+    chosen = schemes(give(plan("mixtral"), Rule(pattern=(pattern,), weight="fp8")))
     assert "model.layers.0.block_sparse_moe.experts.7.w1" in chosen, "stacked experts are decided together"
     assert not any("self_attn" in name for name in chosen)
+
+
+@pytest.mark.parametrize("enable", [True, False])
+def test_a_pattern_that_names_some_experts_of_a_layer_is_refused(enable: bool, plan: Callable[[str], Planned]) -> None:
+    some = (
+        Rule(pattern=("*.experts.3.*",), weight="nvfp4") if enable else Rule(pattern=("*.experts.3.*",), enable=False)
+    )
+    said = refusal(plan("mixtral"), ALL_FP8, some)
+    assert "pattern '*.experts.3.*' matches 1 of the 8 experts of model.layers.0.block_sparse_moe.experts" in said
+
+
+def test_one_format_for_the_experts_of_a_layer(plan: Callable[[str], Planned]) -> None:
+    said = refusal(
+        plan("mixtral"), Rule(pattern=("*.w1", "*.w3"), weight="nvfp4"), Rule(pattern=("*.w2",), weight="fp8")
+    )
+    assert "the experts of model.layers.0.block_sparse_moe.experts need one format" in said
+    assert "w1: nvfp4/None" in said
+    assert "w2: fp8/None" in said
 
 
 # ---- groups

@@ -16,6 +16,11 @@ Tensors = dict[str, torch.Tensor]
 Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
+def divide(values: torch.Tensor, number: float) -> torch.Tensor:
+    """values / number, correctly rounded: by a Python number CUDA multiplies with the reciprocal, one step off."""
+    return values / values.new_full((), number)
+
+
 def _not_a_weight_format(*_: object) -> Tensors:
     raise NotImplementedError("this format stores no weights")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_ptq.quantization.formats.codec import Codec, Tensors
+from hf_ptq.quantization.formats.codec import Codec, Tensors, divide
 
 E4M3_MAX = 448.0
 E4M3 = torch.float8_e4m3fn
@@ -23,7 +23,7 @@ def to_e4m3(values: torch.Tensor) -> torch.Tensor:
 
 def scale_of(amax: torch.Tensor) -> torch.Tensor:
     """amax / 448 in fp32; 1.0 where amax is zero."""
-    return torch.where(amax == 0, 1.0, amax.float() / E4M3_MAX)
+    return torch.where(amax == 0, 1.0, divide(amax.float(), E4M3_MAX))
 
 
 def _tensor_layout(shape: tuple[int, ...]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_ptq.quantization.formats.codec import Codec, Tensors
+from hf_ptq.quantization.formats.codec import Codec, Tensors, divide
 
 INT8_MAX = 127.0
 
@@ -18,7 +18,7 @@ def _layout(shape: tuple[int, ...]) -> dict[str, tuple[torch.dtype, tuple[int, .
 
 def _encode(weight: torch.Tensor, amax: torch.Tensor) -> Tensors:
     """weight [..., out, in], amax [..., out]."""
-    scale = torch.where(amax == 0, 1.0, amax.float() / INT8_MAX)
+    scale = torch.where(amax == 0, 1.0, divide(amax.float(), INT8_MAX))
     codes = (weight.float() / scale[..., None]).round_().clamp_(-128, 127)
     return {"weight": codes.to(torch.int8), "weight_scale": scale}
 

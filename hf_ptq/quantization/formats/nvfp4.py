@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_ptq.quantization.formats.codec import Codec, Tensors
+from hf_ptq.quantization.formats.codec import Codec, Tensors, divide
 from hf_ptq.quantization.formats.fp8 import E4M3, E4M3_MAX, to_e4m3
 
 BLOCK_SIZE = 16
@@ -52,7 +52,7 @@ def unpack_e2m1(packed: torch.Tensor) -> torch.Tensor:
 
 def global_scale(amax: torch.Tensor) -> torch.Tensor:
     """weight_scale_2 or input_scale: amax / 2688 in fp32; 1.0 where amax is zero."""
-    return torch.where(amax == 0, 1.0, amax.float() / (E2M1_MAX * E4M3_MAX))
+    return torch.where(amax == 0, 1.0, divide(amax.float(), E2M1_MAX * E4M3_MAX))
 
 
 def block_scale(block_amax: torch.Tensor, scale_2: torch.Tensor) -> torch.Tensor:

@@ -69,7 +69,9 @@ def read_samples(
     dtype: torch.dtype,
 ) -> tuple[list[Sample], list[Problem]]:
     """The first and the worst module of each kind; problems where the disk tells another error than memory did."""
-    places = {tensor.name: (directory / shard.file, shard, tensor) for shard in shards for tensor in shard.tensors}
+    paths = [directory / shard.file for shard in shards]
+    pairs = zip(paths, shards, strict=True)
+    places = {tensor.name: (path, shard, tensor) for path, shard in pairs for tensor in shard.tensors}
     samples: list[Sample] = []
     problems: list[Problem] = []
     for kind, members in by_kind(errors).items():

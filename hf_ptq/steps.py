@@ -6,6 +6,7 @@ They decide, describe and record; the work itself is in the packages. Nothing he
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -235,13 +236,10 @@ def read_data(
 def _refuse_long_rows(data: CalibrationData, meta: MetaModel) -> None:
     """Learned positions end; on a GPU an index beyond them ends the process."""
     longest = max(len(row) for row in data.rows)
-    for name, module in meta.model.named_modules():
-        leaf = name.rpartition(".")[2]
-        if (
-            isinstance(module, nn.Embedding)
-            and ("position" in leaf or leaf == "wpe")
-            and module.num_embeddings < longest
-        ):
+    decoder = meta.model.get_decoder() or meta.model  # towers for images have positions of their own
+    embeddings = {name: m for name, m in decoder.named_modules() if isinstance(m, nn.Embedding)}
+    for name, module in embeddings.items():
+        if re.search(r"position|wpe$", name) and module.num_embeddings < longest:
             what = f"rows of {longest} tokens are longer than the {module.num_embeddings} positions of {name}"
             raise UserError(Problem(what, f"--calib_seq {module.num_embeddings - 2}"))
 

@@ -18,7 +18,7 @@ from typing import Self
 import torch
 
 from hf_ptq.checkpoint.dtypes import TORCH_DTYPES
-from hf_ptq.checkpoint.source import Source, TensorEntry
+from hf_ptq.checkpoint.source import Source, TensorEntry, file_identity
 from hf_ptq.errors import Problem, RunError
 
 Index = int | slice | EllipsisType
@@ -33,7 +33,6 @@ class SourceReader:
         self.bytes_read = 0
         self._lock = threading.Lock()
         self._files: dict[str, int] = {}
-        self._as_found = {file: _identity(source.directory / file) for file in source.weight_files}
 
     def __enter__(self) -> Self:
         return self
@@ -45,7 +44,8 @@ class SourceReader:
 
     def refuse_changed(self) -> None:
         """Raise RunError naming the files of the source that are no longer those that were opened."""
-        changed = [file for file, found in self._as_found.items() if _identity(self.source.directory / file) != found]
+        as_found = self.source.as_found
+        changed = [file for file, found in as_found.items() if file_identity(self.source.directory / file) != found]
         if changed:
             raise RunError(Problem(f"the source changed during the run: {', '.join(changed)}", "run again"))
 
@@ -92,15 +92,6 @@ class SourceReader:
             if file not in self._files:
                 self._files[file] = os.open(self.source.directory / file, os.O_RDONLY)
             return self._files[file]
-
-
-def _identity(path: Path) -> tuple[int, int, int, int] | None:
-    """What changes when a file is replaced or written to; None where it is gone."""
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 class LazyTensor:

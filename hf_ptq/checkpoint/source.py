@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,19 @@ KINDS = "a directory with config.json and *.safetensors, a hub id like Qwen/Qwen
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 
 
+# Device, inode, size and time of change: what differs when a file is replaced or written to.
+FileIdentity = tuple[int, int, int, int]
+
+
+def file_identity(path: Path) -> FileIdentity | None:
+    """The identity of a file; None where it is gone."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
 @dataclass(frozen=True)
 class Source:
     """A checkpoint whose every header was read and found whole."""
@@ -44,6 +57,7 @@ class Source:
     config: dict[str, Any]  # config.json
     tensors: dict[str, TensorEntry]  # in the order of the files, and of the bytes within a file
     weight_files: tuple[str, ...]  # relative to the directory
+    as_found: dict[str, FileIdentity | None] = field(default_factory=dict)  # of weight files, before headers were read
 
     @property
     def total_bytes(self) -> int:
@@ -80,8 +94,10 @@ def open_source(model: str, revision: str | None, trust_remote_code: bool, repor
     directory, commit = _resolve(model, path, revision, report)
     config, problems = _read_config(directory)
     found, read = FoundWeights((), None), ReadWeights({}, (), ())
+    as_found: dict[str, FileIdentity | None] = {}
     if _is_checkpoint(directory):
         found = find_weights(directory, model)
+        as_found = {file: file_identity(directory / file) for file in found.files}
         read = read_weights(directory, found)
         problems += [*found.problems, *read.problems]
     if config:
@@ -89,7 +105,7 @@ def open_source(model: str, revision: str | None, trust_remote_code: bool, repor
     refuse_if_any(problems)
     for note in (*found.notes, *read.notes):
         report.warn(f"{directory}: {note}")
-    return Source(directory, model, commit, config, read.tensors, found.files)
+    return Source(directory, model, commit, config, read.tensors, found.files, as_found)
 
 
 def _resolve(model: str, path: Path, revision: str | None, report: Report) -> tuple[Path, str | None]:

@@ -21,11 +21,6 @@ class DistributedState:
     world_size: int
     device: torch.device
 
-    @property
-    def is_main(self) -> bool:
-        """True on the rank that reads the data, prints, and writes what is written once."""
-        return self.rank == 0
-
 
 @contextmanager
 def distributed_run(device: str) -> Iterator[DistributedState]:

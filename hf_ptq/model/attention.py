@@ -42,11 +42,11 @@ def attention_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
     Towers for images and sound have attention too, but no cache that a server keeps.
     """
     decoder = model.get_decoder()
-    prefix = next((name for name, module in model.named_modules() if module is decoder), "")
+    prefix = next((f"{name}." for name, module in model.named_modules() if name and module is decoder), "")
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         parent, _, leaf = name.rpartition(".")
-        if leaf in KEY_LEAVES and isinstance(module, nn.Linear) and name.startswith(prefix):
+        if leaf in KEY_LEAVES and isinstance(module, nn.Linear) and f"{name}.".startswith(prefix):
             found.setdefault(parent, model.get_submodule(parent))
     return found
 

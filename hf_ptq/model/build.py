@@ -11,6 +11,7 @@ It does not know recipes, formats or exports.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -42,6 +43,7 @@ from hf_ptq.checkpoint.source import Source
 from hf_ptq.errors import Problem, RunError, UserError, refuse_if_any
 
 NOT_READ_YET = "quantized sources are not read yet; dequantize it first"
+MAX_PROBLEMS = 20
 OTHER_MODEL = "config.json belongs to another model"
 
 
@@ -71,7 +73,7 @@ def build_meta_model(
     model.eval()
     conversions = get_model_conversion_mapping(model)
     meta = MetaModel(model, dtype, conversions, _place(model, conversions, source), _stacking(conversions))
-    refuse_if_any(_placement_problems(meta, source))
+    refuse_if_any(itertools.islice(_placement_problems(meta, source), MAX_PROBLEMS))
     _load_generation_config(model, source)
     return meta
 
@@ -139,7 +141,7 @@ def _quiet_loader() -> Iterator[None]:
 def _read_config(source: Source, trust_remote_code: bool) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(source.directory, trust_remote_code=trust_remote_code)
-    except (ValueError, KeyError, OSError, StrictDataclassError) as error:
+    except (ValueError, KeyError, OSError, ArithmeticError, StrictDataclassError) as error:
         cure = f"transformers {transformers.__version__} reads it? if it is newer than that, upgrade transformers"
         raise UserError(Problem(f"config.json of {source.origin}: {_first_line(error)}", cure)) from error
 

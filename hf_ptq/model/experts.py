@@ -151,7 +151,7 @@ def _quantized(
     experts: torch.Tensor,
     is_live: torch.Tensor | None,
 ) -> torch.Tensor:
-    quantizer: Any = module._modules.get(name)
+    quantizer: RowQuantizer | None = module._modules.get(name)  # type: ignore[assignment]
     if quantizer is None:
         return values if source is None else values.index_select(0, source)
     return quantizer.quantize_rows(values, source, experts, is_live)

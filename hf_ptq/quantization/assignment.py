@@ -96,9 +96,11 @@ def assign(
     problems += _opaque_experts(recipe, modules, quantized, {view.parameter for view in views})
     if not quantized and not problems:
         what = f"recipe {recipe.name} quantizes nothing in {type(model).__name__}"
-        problems.append(Problem(what, f"{_reasons(left)}; the names are e.g. {_examples(views)}"))
+        asked = _tied_warnings(recipe, tied, views, decisions)
+        cure = "; ".join([*asked, _reasons(left), f"the names are e.g. {_examples(views)}"])
+        problems.append(Problem(what, cure))
     if problems:
-        raise UserError(*problems[:MAX_PROBLEMS])
+        raise UserError(*list(dict.fromkeys(problems))[:MAX_PROBLEMS])
     cache, cache_warnings = decide_cache(recipe, model, views)
     warnings += [*_tied_warnings(recipe, tied, views, decisions), *cache_warnings, *_unmatched(recipe, modules, views)]
     return Assignment(tuple(quantized), tuple(left), cache, tuple(warnings))
@@ -118,13 +120,13 @@ def _decide(
 ) -> _Formats | str:
     """The formats of the last rule that matches, or the reason why the view is left alone."""
     owner = modules[view.owner]
-    problems += _partial_matches(recipe, view)
-    names = _names(view)
-    found: tuple[Rule, str] | None = None
-    for rule in recipe.rules:
-        pattern = _matching_pattern(rule, names, owner)
-        if rule.decides_linears and pattern is not None:
-            found = rule, pattern
+    own = _own_names(view)
+    found = _last_match(recipe, (view.modules[0], *own), owner)
+    if view.is_stacked:
+        others = [m for m in view.modules[1:] if not _same(_last_match(recipe, (m, *own), owner), found)]
+        if others:
+            what = f"rules decide otherwise for {others[0]} than for {view.modules[0]}"
+            problems.append(Problem(what, "servers know all experts of a layer as one: match all of them, or none"))
     if found is None:
         return "no rule matches"
     rule, pattern = found
@@ -137,18 +139,20 @@ def _decide(
     return _Formats(FORMATS[rule.weight], FORMATS[rule.input] if rule.input else None, origin)
 
 
-def _partial_matches(recipe: Recipe, view: WeightView) -> list[Problem]:
-    """Patterns that match some experts of a layer and not the others; servers know all experts of a layer as one."""
-    found = []
-    for pattern in (
-        (p for rule in recipe.rules if rule.decides_linears for p in rule.pattern) if view.is_stacked else ()
-    ):
-        matched = [module for module in view.modules if fnmatchcase(module, pattern)]
-        own = any(fnmatchcase(name, pattern) for name in _names(view)[len(view.modules) :])
-        if matched and len(matched) < len(view.modules) and not own:
-            what = f"pattern {pattern!r} matches {len(matched)} of the {len(view.modules)} experts of {view.stack}"
-            found.append(Problem(what, "servers know all experts of a layer as one: match all of them, or none"))
-    return found
+def _last_match(recipe: Recipe, names: Sequence[str], owner: nn.Module) -> tuple[Rule, str] | None:
+    """The last rule about linears that matches one of the names, and its pattern."""
+    for rule in reversed(recipe.rules):
+        pattern = _matching_pattern(rule, names, owner) if rule.decides_linears else None
+        if pattern is not None:
+            return rule, pattern
+    return None
+
+
+def _same(one: tuple[Rule, str] | None, other: tuple[Rule, str] | None) -> bool:
+    """Whether two matches give the same formats."""
+    if one is None or other is None:
+        return one is other
+    return (one[0].weight, one[0].input) == (other[0].weight, other[0].input)
 
 
 def _leave_tied_alone(decisions: dict[WeightView, _Formats | str], tied: Mapping[str, str]) -> None:
@@ -174,10 +178,15 @@ def _tied_warnings(
     ]
 
 
+def _own_names(view: WeightView) -> tuple[str, ...]:
+    """The model's names of a view's modules: of the linear, or of the stacked projection."""
+    own = view.parameter.removesuffix(".weight")
+    return (own, f"{view.owner}.{view.leaf}") if view.is_stacked else (own,)
+
+
 def _names(view: WeightView) -> tuple[str, ...]:
     """What patterns are compared with: the source's names and the model's own."""
-    own = view.parameter.removesuffix(".weight")
-    return (*view.modules, own, *((f"{view.owner}.{view.leaf}",) if view.is_stacked else ()))
+    return (*view.modules, *_own_names(view))
 
 
 def _matching_pattern(rule: Rule, names: Sequence[str], owner: nn.Module) -> str | None:

@@ -82,6 +82,25 @@ def test_a_source_that_changes_during_the_run(
         quantize(source, "fp8")
 
 
+def test_a_source_that_changes_after_its_headers_were_read(
+    tiny: Callable, quantize: Quantize, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hf_ptq import steps
+
+    source = altered(tiny("llama"), tmp_path / "source", lambda _: None)
+    read_data = steps.read_data
+
+    def read_and_replace(*arguments: object) -> object:
+        data = read_data(*arguments)
+        altered(tiny("llama"), tmp_path / "other", lambda t: t.update({n: x * 2 for n, x in t.items()}))
+        (tmp_path / "other" / "model.safetensors").rename(source / "model.safetensors")
+        return data
+
+    monkeypatch.setattr(steps, "read_data", read_and_replace)
+    with pytest.raises(RunError, match="the source changed during the run"):
+        quantize(source, "fp8")
+
+
 def test_previews_do_not_change_what_is_calibrated(quantize: Quantize, tmp_path: Path) -> None:
     """Dynamic rotary tables grow with the longest text that was generated."""
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}

@@ -158,7 +158,14 @@ def test_a_pattern_that_names_some_experts_of_a_layer_is_refused(enable: bool, p
         Rule(pattern=("*.experts.3.*",), weight="nvfp4") if enable else Rule(pattern=("*.experts.3.*",), enable=False)
     )
     said = refusal(plan("mixtral"), ALL_FP8, some)
-    assert "pattern '*.experts.3.*' matches 1 of the 8 experts of model.layers.0.block_sparse_moe.experts" in said
+    assert "rules decide otherwise for model.layers.0.block_sparse_moe.experts.3.w1 than for" in said
+
+
+def test_a_rule_that_is_overruled_splits_nothing(plan: Callable[[str], Planned]) -> None:
+    """Nor one for another kind of module, whose pattern would fit the name of an expert."""
+    attention = Rule(pattern=("*.1.*",), parent_class=("MixtralAttention",), weight="nvfp4")
+    found = give(plan("mixtral"), Rule(pattern=("*.experts.3.*",), weight="nvfp4"), ALL_FP8, attention)
+    assert {s for m, s in schemes(found).items() if ".experts." in m} == {("fp8", "fp8")}
 
 
 def test_one_format_for_the_experts_of_a_layer(plan: Callable[[str], Planned]) -> None:

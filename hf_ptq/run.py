@@ -36,7 +36,7 @@ def run(config: RunConfig, report: Report | None = None) -> Report:
         meta, units = steps.plan_model(config, source, state, report)  # 4
         recipe, assignment, export = steps.plan_export(config, source, meta, units, report)  # 5
         if config.dry_run:
-            return report
+            return steps.end_dry_run(config, assignment, export, report)
         data, tokenizer = together(
             state, "read the data", lambda: steps.read_data(config, source, meta, assignment, report)
         )

@@ -215,6 +215,17 @@ def _numel(shape: tuple[int, ...]) -> int:
     return int(torch.Size(shape).numel())
 
 
+def end_dry_run(config: RunConfig, assignment: Assignment, export: ExportPlan, report: Report) -> Report:
+    """What a run would do, beyond what was said on the way."""
+    names, _ = choose_datasets(config.model, config.datasets, config.calib_sizes)
+    data = f"calibration data: {', '.join(names)}" if assignment.needs_data else "no calibration data"
+    cache = assignment.kv
+    report.say(f"KV cache: {f'keys {cache.k.name}, values {cache.v.name}' if cache else 'as it is'}; {data}")
+    report.say(f"{config.export_path}: {export.num_bytes / 1e9:.3f} GB of weights in {len(export.shards)} files")
+    report.say("dry run: nothing was loaded or written")
+    return report
+
+
 def read_data(
     config: RunConfig, source: Source, meta: MetaModel, assignment: Assignment, report: Report
 ) -> tuple[CalibrationData | None, PreTrainedTokenizerBase | None]:

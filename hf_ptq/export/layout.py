@@ -63,6 +63,11 @@ def kv_algo(assignment: Assignment) -> str | None:
     return KV_ALGOS[pair]
 
 
+def _holds_all_experts(name: str, source: Source) -> bool:
+    """True for a tensor with the weights of all experts of a layer, which stays as it is; servers know the experts."""
+    return len(source.tensors[name].shape) == 3 and name.rpartition(".")[0].endswith(".experts")
+
+
 def unquantized_linears(
     source: Source, model: PreTrainedModel, placements: Mapping[str, Placement], assignment: Assignment
 ) -> list[str]:
@@ -74,6 +79,9 @@ def unquantized_linears(
     modules = dict(model.named_modules())
     found = []
     for name, placement in placements.items():
+        if _holds_all_experts(name, source):
+            found.append(name.rpartition(".")[0])
+            continue
         module = name.removesuffix(WEIGHT)
         if not name.endswith(WEIGHT) or len(source.tensors[name].shape) != 2 or module in quantized:
             continue
@@ -84,4 +92,4 @@ def unquantized_linears(
     head = next((name for name, module in modules.items() if module is model.get_output_embeddings()), None)
     if head and head not in found and head not in quantized:
         found.append(head)
-    return found
+    return list(dict.fromkeys(found))

@@ -142,3 +142,18 @@ def test_families_that_ask_for_the_kernels_name_keep_their_masks(tmp_path: Path)
         expected = model(ids).logits
         use_our_attention(model)
         assert torch.equal(model(ids).logits, expected)
+
+
+def test_experts_that_are_left_in_one_tensor_are_excluded(quantize: Quantize, tmp_path: Path) -> None:
+    """A recipe for the attention alone: servers must not take the experts for quantized."""
+    import json
+
+    options = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32, "sliding_window": 16}
+    source = save_tiny("gpt_oss", tmp_path / "source", **options)
+    recipe = write(tmp_path / "r.yaml", '{pattern: "*self_attn*", weight: fp8, input: fp8}')
+    export = quantize(source, recipe=recipe)
+    ours, theirs = load_tensors(export), load_tensors(source)
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    assert raw(ours[name]) == raw(theirs[name])
+    excluded = json.loads((export / "hf_quant_config.json").read_text())["quantization"]["exclude_modules"]
+    assert {f"model.layers.{i}.mlp.experts" for i in range(3)} <= set(excluded)

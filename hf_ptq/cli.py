@@ -1,8 +1,8 @@
 """The command line: text in, `RunConfig` out, exit codes.
 
-`Options` is the whole surface, one row a flag, named as ModelOpt's hf_ptq.py names them; typer reads the dataclass and
-fills it. Hyphens and underscores mean the same. Flags of that script which are not built are refused by name, with what
-to use in their place, and so is any other unknown flag, all of them at once.
+`Options` (options.py) is the whole surface; typer reads the dataclass and fills it. Hyphens and underscores mean the
+same. Flags of ModelOpt's hf_ptq.py which are not built are refused by name, with what to use in their place, and so is
+any other unknown flag, all of them at once.
 
 Exit codes: 0; 1 the run failed; 2 the request was wrong; 130 interrupted. `--help`, `--list` and refusals import no
 torch: hf_ptq.run is imported only when the request has passed preflight.

@@ -77,7 +77,7 @@ def calibrate(
     size, reason = batch_size, "--batch_size"
     if size == 0:
         size, reason = choose_batch_size(
-            len(data.rows), row_tokens, _token_bytes(job.model, row_tokens), _free_bytes(job)
+            len(data.rows), row_tokens, _token_bytes(job.model, row_tokens), _allowed_bytes(job)
         )
     report.say(f"   batches of {size} rows ({reason})")
     report.record("batch_size", {"rows": size, "reason": reason})
@@ -92,13 +92,12 @@ def quantize(
 ) -> list[WeightError]:
     """Encode every unit and queue it for writing; see `export.tensors.quantize_unit`."""
     errors: list[WeightError] = []
-    total = sum(q.view.num_elements for q in job.assignment.quantized)
-    with report.progress("quantize", total, "weights") as advance:
+    elements = {q.view.modules[0]: q.view.num_elements for q in job.assignment.quantized}
+    with report.progress("quantize", sum(elements.values()), "weights") as advance:
         for unit in job.units:
             done = quantize_unit(unit, job.model, job.assignment, writer, reader, keep_rounded)
             errors += done
-            inside = {error.module for error in done}
-            advance(sum(q.view.num_elements for q in job.assignment.quantized if q.view.modules[0] in inside))
+            advance(sum(elements.get(error.module, 0) for error in done))
     return errors
 
 
@@ -129,13 +128,14 @@ def _token_bytes(model: PreTrainedModel, row_tokens: int) -> int:
     return config.hidden_size * 8 + max(projection, scores, routed)
 
 
-def _free_bytes(job: Job) -> int:
-    """Memory that activations may use: no batch gains from more than GPU_ACTIVATIONS, or on a CPU from more than fits
-    its caches, a small part of the weights."""
-    free = free_bytes(job.device)
-    if job.device.type == "cuda":
-        return min(free, 2 * GPU_ACTIVATIONS)
-    return min(free // 2, max(1 << 27, job.source.total_bytes // 8))
+def _allowed_bytes(job: Job) -> int:
+    """Memory that activations may use: half of what is free, and no more than a batch gains from.
+
+    On a GPU that is GPU_ACTIVATIONS; on a CPU a small part of the weights, so that batches stay near the caches.
+    """
+    half = free_bytes(job.device) // 2
+    enough = GPU_ACTIVATIONS if job.device.type == "cuda" else max(1 << 26, job.source.total_bytes // 16)
+    return min(half, enough)
 
 
 def report_coverage(coverage: list[LayerCoverage], report: Report) -> None:

@@ -29,16 +29,16 @@ class Recorder(Protocol):
         """Drop the batch."""
 
 
-def choose_batch_size(num_rows: int, row_tokens: int, token_bytes: int, free_bytes: int) -> tuple[int, str]:
-    """(rows per batch, the arithmetic in words): half of the free memory, at most 64 rows.
+def choose_batch_size(num_rows: int, row_tokens: int, token_bytes: int, allowed_bytes: int) -> tuple[int, str]:
+    """(rows per batch, the arithmetic in words): what fits into the memory allowed, at most 64 rows.
 
     `token_bytes`: the largest activations that one token needs at a time.
     """
-    fitting = max(1, free_bytes // 2 // max(1, row_tokens * token_bytes))
+    fitting = max(1, allowed_bytes // max(1, row_tokens * token_bytes))
     size = max(1, min(num_rows, fitting, MAX_BATCH_ROWS))
     reason = (
         f"{row_tokens} tokens x {token_bytes / 2**10:.0f} KiB a row: {fitting} rows fit into the "
-        f"{free_bytes / 2**31:.2f} GiB that activations may take"
+        f"{allowed_bytes / 2**30:.2f} GiB that activations may take"
     )
     return size, reason
 

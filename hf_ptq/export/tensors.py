@@ -101,7 +101,7 @@ def quantize_unit(
 ) -> list[WeightError]:
     """Encode the unit's quantized weights and queue all of its tensors but the input scales for writing.
 
-    `keep_rounded`: leave decode(encode(w)) in the model instead of w. Raises RunError naming weights with NaN or inf.
+    `keep_rounded`: leave decode(encode(w)) in the model instead of w. Weights are finite (model/finite.py).
     """
     inside = set(unit.tensors)
     weights = [q for q in assignment.quantized if q.view.modules[0] + WEIGHT in inside]

@@ -59,7 +59,7 @@ def test_one_row_that_does_not_fit_ends_the_run() -> None:
 
 
 def test_batch_size_is_arithmetic() -> None:
-    size, reason = choose_batch_size(num_rows=100, row_tokens=512, token_bytes=1 << 20, free_bytes=20 << 30)
+    size, reason = choose_batch_size(num_rows=100, row_tokens=512, token_bytes=1 << 20, allowed_bytes=10 << 30)
     assert (size, "512 tokens" in reason) == (20, True)
     assert choose_batch_size(3, 512, 1 << 10, 80 << 30)[0] == 3
     assert choose_batch_size(1000, 8, 1, 80 << 30)[0] == 64

@@ -29,6 +29,7 @@ def test_two_runs_on_the_tiny_model(tmp_path):
         assert record["total_s"] == pytest.approx(record["total_without_verify_s"] + record["verify_s"], abs=0.01)
         assert record["process_s"] > record["import_s"] > 0
         assert 0 < record["bytes"]["export_bytes"] < record["bytes"]["source_bytes"]
-        assert record["host_held_gib"]["all"] > 0
+        # A second run may live in memory that the first one gave back to the process: it holds nothing on top.
+        assert record["host_held_gib"]["all"] >= 0
     assert (tmp_path / "tokens-2048-4x32.safetensors").is_file()
     assert not out.exists()

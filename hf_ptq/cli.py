@@ -4,25 +4,31 @@
 same. Flags of ModelOpt's hf_ptq.py which are not built are refused by name, with what to use in their place, and so is
 any other unknown flag, all of them at once.
 
-Exit codes: 0; 1 the run failed; 2 the request was wrong; 130 interrupted. `--help`, `--list` and refusals import no
-torch: hf_ptq.run is imported only when the request has passed preflight.
+Exit codes: 0; 1 the run failed; 2 the request was wrong; 130 interrupted (torchrun has codes of its own). `--help`,
+`--list` and refusals import no torch: hf_ptq.run is imported only when the request has passed preflight.
 """
 
 from __future__ import annotations
 
 import difflib
+import logging
+import os
 import sys
+import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import typer
 
 from hf_ptq.config import RunConfig, parse_counts, parse_names, parse_size
-from hf_ptq.errors import HfPtqError, Problem, UserError, refuse_if_any
+from hf_ptq.distributed.launch import Launch, read_launch
+from hf_ptq.errors import HfPtqError, Problem, UserError, as_text, refuse_if_any
 from hf_ptq.options import NOT_BUILT, Options
 
 Parsed = TypeVar("Parsed")
+SECONDS_FOR_THE_FIRST = 10
 
 HELP = """Quantize a Hugging Face model after training, and write a checkpoint that vLLM, SGLang and TensorRT-LLM
 serve.
@@ -36,10 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     The last stop of every exception: messages for the user come out as one block, bugs of ours as a traceback.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    launch = read_launch()
     try:
-        return _answer(words)
+        return _answer(words, launch)
     except HfPtqError as error:
-        typer.echo(_as_text(error), err=True)
+        _tell(as_text(error), launch)
         return error.exit_code
     except KeyboardInterrupt:
         typer.echo("hf-ptq: interrupted", err=True)
@@ -51,7 +58,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _answer(words: Sequence[str]) -> int:
+def _tell(text: str, launch: Launch) -> None:
+    """Show a message. Of several ranks, none of which has met the others yet, the first shows it.
+
+    They are likely to have the same, and torchrun ends all when one of them ends: the others give the first the time
+    to show it, and show theirs if they are still there then.
+    """
+    if launch.rank:
+        time.sleep(SECONDS_FOR_THE_FIRST)
+        text = f"{launch.name}: {text}"
+    typer.echo(text, err=True)
+    if launch.num_nodes > 1:
+        from hf_ptq.distributed.process_group import tell_other_nodes
+
+        tell_other_nodes(launch, text)
+
+
+def _answer(words: Sequence[str], launch: Launch) -> int:
     options = _read(words)
     if not isinstance(options, Options):
         return 0  # --help has been shown
@@ -69,9 +92,17 @@ def _answer(words: Sequence[str]) -> int:
 
     preflight(config, problems)
 
+    if launch.rank:  # rank 0 speaks; what others find goes into its report
+        logging.disable(logging.WARNING)
+        warnings.simplefilter("ignore")
     from hf_ptq.run import run
 
     run(config)
+    if launch.world_size > 1:
+        # About one in thirty interpreters that had used gloo aborted in its own exit, after everything was done.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
     return 0
 
 
@@ -111,6 +142,15 @@ def to_config(options: Options) -> tuple[RunConfig, list[Problem]]:
         device=options.device,
         attn_implementation=options.attn_implementation,
         experts_implementation=options.experts_implementation,
+        ep_degree=options.ep_degree,
+        dense=options.dense,
+        use_fsdp2=options.use_fsdp2,
+        timeout_minutes=options.timeout_minutes,
+        use_seq_device_map=options.use_seq_device_map,
+        gpu_max_mem_percentage=options.gpu_max_mem_percentage,
+        max_gpu_memory_gb=options.max_gpu_memory_gb,
+        max_cpu_memory_gb=options.max_cpu_memory_gb,
+        offload_folder=options.offload_folder and options.offload_folder.expanduser(),
         report_html=options.report_html,
         trust_remote_code=options.trust_remote_code,
         skip_generate=options.skip_generate,
@@ -187,12 +227,3 @@ def _listing() -> Iterator[str]:
     for title, entries in groups.items():
         width = max((len(name) for name, _ in entries), default=0)
         yield from (title, *(f"  {name:<{width}}  {text}" for name, text in entries), "")
-
-
-def _as_text(error: HfPtqError) -> str:
-    """One block: every problem with its cure."""
-    reason = "this request cannot be carried out" if isinstance(error, UserError) else "the run failed"
-    if len(error.problems) == 1:
-        return f"hf-ptq: {reason}: {error.problems[0]}"
-    items = (f"{i}. {problem}".replace("\n", "\n  ") for i, problem in enumerate(error.problems, 1))
-    return "\n  ".join((f"hf-ptq: {reason}, for {len(error.problems)} reasons:", *items))

@@ -23,9 +23,13 @@ class Problem:
 
 
 class HfPtqError(Exception):
-    """An error with a message for the user; `exit_code` is the process's."""
+    """An error with a message for the user; `exit_code` is the process's.
+
+    `is_agreed`: every rank of the run has this error, so one of them tells it (distributed/agreement.py).
+    """
 
     exit_code = 1
+    is_agreed = False
 
     def __init__(self, *problems: Problem | str) -> None:
         self.problems = tuple(Problem(p) if isinstance(p, str) else p for p in problems)
@@ -49,3 +53,12 @@ def refuse_if_any(problems: Iterable[Problem]) -> None:
     found = tuple(problems)
     if found:
         raise UserError(*found)
+
+
+def as_text(error: HfPtqError) -> str:
+    """One block for the screen: every problem with its cure."""
+    reason = "this request cannot be carried out" if isinstance(error, UserError) else "the run failed"
+    if len(error.problems) == 1:
+        return f"hf-ptq: {reason}: {error.problems[0]}"
+    items = (f"{i}. {problem}".replace("\n", "\n  ") for i, problem in enumerate(error.problems, 1))
+    return "\n  ".join((f"hf-ptq: {reason}, for {len(error.problems)} reasons:", *items))

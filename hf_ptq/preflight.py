@@ -21,6 +21,7 @@ import pynvml
 from hf_ptq.checkpoint.source import check_source_cheaply
 from hf_ptq.config import DEVICE_PATTERN, RunConfig
 from hf_ptq.data.datasets import check_datasets_cheaply, choose_datasets
+from hf_ptq.distributed.launch import launch_problems, option_problems, read_launch
 from hf_ptq.errors import Problem, UserError, refuse_if_any
 from hf_ptq.export.destination import check_export_path
 from hf_ptq.quantization.recipe import load_kv, load_recipe
@@ -35,18 +36,25 @@ def preflight(config: RunConfig, already: Sequence[Problem] = ()) -> None:
 
 
 def _problems(config: RunConfig) -> Iterator[Problem]:
-    yield from _several_ranks(os.environ.get("WORLD_SIZE"))
+    launch = read_launch()
+    yield from launch_problems()
+    yield from option_problems(config, launch)
     yield from config.problems()
     yield from _refusals_of(lambda: load_recipe(config.recipe or config.qformat))
     if config.kv_cache_qformat is not None:
         kv_name = config.kv_cache_qformat
         yield from _refusals_of(lambda: load_kv(kv_name))
+    yield from missing_device(config.device)
+    if launch.rank == 0:  # which resolves the source, reads the data and makes the export for all
+        yield from _about_files(config)
+
+
+def _about_files(config: RunConfig) -> Iterator[Problem]:
     if config.model:
         yield from check_source_cheaply(config.model)
     yield from check_datasets_cheaply(*choose_datasets(config.model, config.datasets, config.calib_sizes))
     yield from check_export_path(config.export_path, _local_source(config.model), config.overwrite)
     yield from _about_html(config)
-    yield from missing_device(config.device)
 
 
 def _about_html(config: RunConfig) -> Iterator[Problem]:
@@ -73,14 +81,6 @@ def _local_source(model: str) -> Path | None:
     """The directory or file that the export must stay clear of; None for a hub id and for the demo."""
     path = Path(model).expanduser()
     return path if model and model != "demo" and path.exists() else None
-
-
-def _several_ranks(world_size: str | None) -> Iterator[Problem]:
-    if world_size and world_size != "1":
-        yield Problem(
-            f"WORLD_SIZE is {world_size}: runs of several ranks are not built yet",
-            "start one process: hf-ptq ..., without torchrun or srun -n",
-        )
 
 
 def missing_device(device: str) -> list[Problem]:

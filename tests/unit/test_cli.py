@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -14,34 +15,13 @@ from hf_ptq.errors import Problem, RunError, UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = {
-    "--pyt_ckpt_path",
-    "--model",
-    "--revision",
-    "--trust_remote_code",
-    "--attn_implementation",
-    "--experts_implementation",
-    "--report_html",
-    "--qformat",
-    "--recipe",
-    "--kv_cache_qformat",
-    "--dataset",
-    "--calib_size",
-    "--calib_seq",
-    "--batch_size",
-    "--export_path",
-    "--overwrite",
-    "--max_shard_size",
-    "--durable",
-    "--no-durable",
-    "--device",
-    "--skip_generate",
-    "--dry_run",
-    "--seed",
-    "--verbose",
-    "--no-verbose",
-    "--list",
-    "--version",
-}
+    "--pyt_ckpt_path", "--model", "--revision", "--trust_remote_code", "--attn_implementation",
+    "--experts_implementation", "--report_html", "--qformat", "--recipe", "--kv_cache_qformat", "--dataset",
+    "--calib_size", "--calib_seq", "--batch_size", "--export_path", "--overwrite", "--max_shard_size", "--durable",
+    "--no-durable", "--ep_degree", "--dense", "--use_fsdp2", "--timeout_minutes", "--device", "--use_seq_device_map",
+    "--gpu_max_mem_percentage", "--max_gpu_memory_gb", "--max_cpu_memory_gb", "--offload_folder", "--skip_generate",
+    "--dry_run", "--seed", "--verbose", "--no-verbose", "--list", "--version",
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -109,31 +89,12 @@ def test_every_option_arrives(run_with, sound, source, tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"text": "x"}\n')
     words = [
-        *sound,
-        "--qformat",
-        "nvfp4",
-        "--kv-cache-qformat",
-        "none",
-        "--overwrite",
-        "--max-shard-size=500MB",
-        "--no-durable",
-        "--dataset",
-        f"pydoc,{rows}",
-        "--calib_size",
-        "4,5",
-        "--calib-seq",
-        "64",
-        "--batch_size",
-        "2",
-        "--attn_implementation",
-        "eager",
-        "--trust-remote-code",
-        "--skip_generate",
-        "--dry-run",
-        "--no-verbose",
-        "--seed",
+        *sound, "--qformat", "nvfp4", "--kv-cache-qformat", "none", "--overwrite", "--max-shard-size=500MB",
+        "--no-durable", "--dataset", f"pydoc,{rows}", "--calib_size", "4,5", "--calib-seq", "64", "--batch_size",
+        "2", "--attn_implementation", "eager", "--ep_degree", "1", "--dense", "fsdp", "--use-fsdp2",
+        "--timeout_minutes", "2.5", "--trust-remote-code", "--skip_generate", "--dry-run", "--no-verbose", "--seed",
         "7",
-    ]
+    ]  # fmt: skip
     assert cli.main(words) == 0
     assert got == [
         RunConfig(
@@ -150,6 +111,10 @@ def test_every_option_arrives(run_with, sound, source, tmp_path):
             batch_size=2,
             device="cpu",
             attn_implementation="eager",
+            ep_degree=1,
+            dense="fsdp",
+            use_fsdp2=True,
+            timeout_minutes=2.5,
             trust_remote_code=True,
             skip_generate=True,
             dry_run=True,
@@ -157,6 +122,23 @@ def test_every_option_arrives(run_with, sound, source, tmp_path):
             seed=7,
         )
     ]
+
+
+def test_the_options_of_a_device_map_arrive(tmp_path):
+    words = ["--use-seq-device-map", "--gpu_max_mem_percentage", "0.7", "--max_gpu_memory_gb", "20"]
+    words += ["--max-cpu-memory-gb", "2.5"]
+    options = cli._read(["--model", "m", *words, "--offload_folder", str(tmp_path)])
+    config, problems = cli.to_config(options)
+    assert problems == []
+    assert config == RunConfig(
+        model="m",
+        export_path=Path("exported_model"),
+        use_seq_device_map=True,
+        gpu_max_mem_percentage=0.7,
+        max_gpu_memory_gb=20,
+        max_cpu_memory_gb=2.5,
+        offload_folder=tmp_path,
+    )
 
 
 @pytest.mark.parametrize("spelled", ["--export_path", "--export-path"])
@@ -210,39 +192,18 @@ def test_values_that_cannot_be_read(capsys, words, named):
 
 def test_all_problems_of_a_request_come_at_once(capsys, source, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("HF_PTQ_EP_DEGREE", "two")
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("rules: []\ncolour: red\n")
     err = refused(
-        capsys,
-        "--model",
-        source,
-        "--revision",
-        "main",
-        "--recipe",
-        recipe,
-        "--qformat",
-        "nvfp4",
-        "--kv_cache_qformat",
-        "fp8_csat",
-        "--export_path",
-        source,
-        "--max_shard_size",
-        "5XB",
-        "--dataset",
-        "cnn_dailymial,pydoc",
-        "--calib_size",
-        "0,x,3",
-        "--calib_seq",
-        "0",
-        "--batch_size",
-        "-1",
-        "--seed",
-        "-1",
-        "--device",
-        "gpu",
-    )
+        capsys, "--model", source, "--revision", "main", "--recipe", recipe, "--qformat", "nvfp4",
+        "--kv_cache_qformat", "fp8_csat", "--export_path", source, "--max_shard_size", "5XB", "--dataset",
+        "cnn_dailymial,pydoc", "--calib_size", "0,x,3", "--calib_seq", "0", "--batch_size", "-1", "--seed", "-1",
+        "--device", "gpu", "--ep_degree", "0", "--dense", "shared", "--timeout_minutes", "0",
+    )  # fmt: skip
     for named in (
-        "WORLD_SIZE is 4: runs of several ranks are not built yet",
+        "WORLD_SIZE is 4, but RANK, MASTER_ADDR, MASTER_PORT is not set",
+        "HF_PTQ_EP_DEGREE='two' cannot be used",
         "--revision main names a version on the hub",
         "--recipe",
         "both say what is quantized",
@@ -256,6 +217,9 @@ def test_all_problems_of_a_request_come_at_once(capsys, source, tmp_path, monkey
         "--batch_size -1 is less than 0",
         "--seed -1 is less than 0",
         "--device 'gpu' is no device",
+        "--ep_degree 0 is less than 1",
+        "--dense 'shared' is not known",
+        "--timeout_minutes 0 is no time",
     ):
         assert named in err, named
     assert "reasons:" in err.splitlines()[0]
@@ -272,6 +236,11 @@ def test_all_problems_of_a_request_come_at_once(capsys, source, tmp_path, monkey
         (["--model", "/nosuch/model"], "/nosuch/model"),
         (["--recipe", "/nosuch/recipe.yaml"], "/nosuch/recipe.yaml"),
         (["--max_shard_size", "0"], "--max_shard_size 0 is less than 1"),
+        (["--ep_degree", "0"], "--ep_degree 0 is less than 1"),
+        (["--ep_degree", "2"], "an expert-parallel degree of 2 does not divide the 1 ranks"),
+        (["--dense", "fsdp"], "the dense part cannot be sharded over one process"),
+        (["--dense", "shared"], "--dense 'shared' is not known"),
+        (["--timeout_minutes", "nan"], "--timeout_minutes nan is no time"),
     ],
 )
 def test_one_wrong_value_is_one_problem(capsys, sound, changed, named):
@@ -288,6 +257,68 @@ def test_one_rank_under_torchrun_is_let_in(run_with, sound, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
     run_with(lambda config: None)
     assert cli.main(sound) == 0
+
+
+# ---- several ranks
+
+
+@pytest.fixture
+def as_rank(monkeypatch):
+    """Sets the variables that torchrun sets for this rank of two."""
+
+    def put(rank, nodes=1):
+        values = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank // nodes, "LOCAL_WORLD_SIZE": 2 // nodes}
+        values |= {"GROUP_RANK": rank if nodes > 1 else 0, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}
+        for name, value in values.items():
+            monkeypatch.setenv(name, str(value))
+
+    return put
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_rank_tells_and_the_others_give_it_time(capsys, sound, as_rank, monkeypatch, rank):
+    as_rank(rank)
+    slept = []
+    monkeypatch.setattr(cli.time, "sleep", slept.append)
+    err = refused(capsys, *sound, "--qformat", "nvfp5", "--device", "cuda:1")
+    assert slept == [10] * rank
+    assert "--device cuda:1 would put all 2 ranks on one GPU" in err
+    start = "hf-ptq: this request cannot be carried out, for "
+    assert err.startswith(f"rank 1 (node 0, {socket.gethostname()}): {start}" if rank else start)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_files_are_the_first_ranks_business(capsys, sound, as_rank, monkeypatch, rank, tmp_path):
+    """Another node may not have them; what the first finds, all are told."""
+    as_rank(rank)
+    monkeypatch.setattr(cli.time, "sleep", lambda seconds: None)
+    err = refused(capsys, *sound, "--dataset", str(tmp_path / "nosuch.jsonl"), "--qformat", "nvfp5")
+    assert ("nosuch.jsonl" in err) == (rank == 0)
+    assert "nearest: nvfp4" in err
+
+
+def test_other_nodes_are_told_of_an_end_before_the_ranks_have_met(sound, as_rank, monkeypatch):
+    from hf_ptq.distributed import process_group
+
+    told = []
+    monkeypatch.setattr(process_group, "tell_other_nodes", lambda launch, text: told.append((launch.node, text)))
+    monkeypatch.setattr(cli.time, "sleep", lambda seconds: None)
+    as_rank(1, nodes=2)
+    assert cli.main([*sound, "--qformat", "nvfp5"]) == 2
+    ((node, text),) = told
+    assert node == 1
+    assert "nvfp5" in text
+
+
+def test_a_rank_that_is_done_leaves_without_the_interpreters_exit(run_with, sound, as_rank, monkeypatch):
+    ended = []
+    monkeypatch.setattr(cli.os, "_exit", ended.append)
+    run_with(lambda config: None)
+    assert cli.main(sound) == 0
+    assert ended == []
+    as_rank(1)
+    assert cli.main(sound) == 0
+    assert ended == [0]
 
 
 # ---- exit codes and what is printed

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -91,8 +91,11 @@ def load_unit(meta: MetaModel, tensors: Mapping[str, LazyTensor], device: torch.
         raise RunError(*problems)
 
 
-def finish_loading(meta: MetaModel, device: torch.device) -> None:
-    """Computed buffers, tied weights; raises RunError where a parameter was left without a value."""
+def finish_loading(meta: MetaModel, device: torch.device, elsewhere: Container[str] = ()) -> None:
+    """Computed buffers, tied weights; raises RunError where a parameter was left without a value.
+
+    `elsewhere`: parameters whose values are kept outside of the model.
+    """
     model = meta.model
     loaded = {placement.parameter for placement in meta.placements.values()}
     missing = {name for name in model.state_dict() if name not in loaded}
@@ -107,7 +110,8 @@ def finish_loading(meta: MetaModel, device: torch.device) -> None:
         )
         model._finalize_model_loading(model, _load_config(meta, device), info)
     model.requires_grad_(False)
-    left = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    left = [name for name, tensor in tensors if tensor.is_meta and name not in elsewhere]
     if left:
         raise RunError(Problem(f"never filled: {', '.join(left[:5])} ({len(left)} tensors)", "report this as a bug"))
 

@@ -12,14 +12,18 @@ The arithmetic is that of a mixture of experts, over rows sorted by expert:
 
 `input_quantizer` and `down_input_quantizer`, submodules of the experts module, are given the rows of both products
 and the expert of each row. There is no loop over experts and no host synchronisation, except with the loop kernel.
-Under expert parallelism `num_experts` is the local number, and rows for other ranks carry the id `num_experts`.
+Under expert parallelism `num_experts` is the local number, rows for other ranks carry the id `num_experts`, and a rank
+that received no row is given an all-zero one. A rank that has run out of data goes on in step with the others and
+sends such rows too (`no_tokens`). All-zero rows are computed like any other, but the quantizers are told that they are
+no tokens: by the rows that came in, since with biases what is inside an expert is not zero. (A NaN is not zero.)
 
 It does not know what the quantizers do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -45,8 +49,7 @@ class RowQuantizer(Protocol):
     ) -> torch.Tensor:
         """The rows [rows, inputs]: `values` themselves, or `values[source]` (int64 [rows]).
 
-        `experts`: int64 [rows]; rows that are not `is_live` (bool [rows], under expert parallelism) belong to no
-        token of this rank.
+        `experts`: int64 [rows]; rows that are not `is_live` (bool [rows], under expert parallelism) are no tokens.
         """
         ...
 
@@ -63,6 +66,21 @@ def use_our_experts(model: PreTrainedModel, implementation: str) -> None:
     """Let every experts module of `model` run `experts_forward` with that kernel (a name of `KERNELS`)."""
     if any(takes_registry(module) for module in model.modules()):
         model.set_experts_implementation(_registered_name(implementation))
+
+
+@contextmanager
+def no_tokens(model: nn.Module) -> Iterator[None]:
+    """Inside the block every experts module is given zeros in place of this rank's rows, before they are exchanged."""
+    handles = [m.register_forward_pre_hook(_zeroed) for m in model.modules() if takes_registry(m)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _zeroed(_module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (torch.zeros_like(arguments[0]), *arguments[1:])
 
 
 def _registered_name(implementation: str) -> str:
@@ -115,19 +133,22 @@ def experts_forward(
     """What the experts of one layer add: hidden_states [tokens, hidden], choices and weights [tokens, k]."""
     num_tokens, k = top_k_index.shape
     experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
-    is_live = experts < module.num_experts if module._is_expert_parallel else None
+    is_live = is_token = None
+    if module._is_expert_parallel:
+        is_live = experts < module.num_experts
+        is_token = is_live & (hidden_states != 0).any(-1)[order // k]
     counts = torch.zeros(module.num_experts + 1, dtype=torch.int64, device=experts.device)
     counts.scatter_add_(0, experts, torch.ones_like(experts))
     ends = counts[: module.num_experts].cumsum(0).to(torch.int32)
     owner = experts.clamp(max=module.num_experts - 1)
 
     first = "gate_up_proj" if module.has_gate else "up_proj"
-    rows = _quantized(module, INPUT_QUANTIZER, hidden_states, order // k, owner, is_live)
+    rows = _quantized(module, INPUT_QUANTIZER, hidden_states, order // k, owner, is_token)
     inner = _product(module, first, rows, ends, owner, kernel)
     if is_live is not None:
         inner = inner.masked_fill(~is_live[:, None], 0.0)  # the kernel leaves rows beyond the last end undefined
     inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
-    inner = _quantized(module, DOWN_INPUT_QUANTIZER, inner, None, owner, is_live)
+    inner = _quantized(module, DOWN_INPUT_QUANTIZER, inner, None, owner, is_token)
     out = _product(module, "down_proj", inner, ends, owner, kernel)
     if is_live is not None:
         out = out.masked_fill(~is_live[:, None], 0.0)

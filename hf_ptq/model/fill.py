@@ -1,29 +1,21 @@
 """The fast way from the source's files into the model: every parameter is a few ranges of bytes.
 
-A parameter holds one source tensor, or one tensor of each expert and projection (`MetaModel.stacking`). Stacked
-parameters are [experts, rows, ...] and contiguous, so that in either case a source tensor is one contiguous range:
-
-    first element = (expert - first expert held) * elements of one expert + first row * elements of one row
-
-The parameter is allocated where it will live, and threads read the files straight into it. On a CPU `pread` writes
-into the parameter's own memory: no page of a file is mapped, nothing is copied twice. On a GPU a thread reads a chunk
-of at most CHUNK bytes into a pinned buffer and starts one asynchronous copy per range; a buffer is used again when
-its copies are done, so pinned memory is at most 2 * threads * CHUNK however large the model. (torch keeps those
-buffers for whoever pins memory of that size next.) A unit's ranges are read in the order of the files, what is
-adjacent in one read, and the next units are read while the caller works on one that is filled.
+The ranges are those of ranges.py. The parameter is allocated where it will live, and threads read the files straight
+into it. On a CPU `pread` writes into the parameter's own memory: no page of a file is mapped, nothing is copied twice.
+On a GPU a thread reads a chunk of at most CHUNK bytes into a pinned buffer and starts one asynchronous copy per range;
+a buffer is used again when its copies are done, so pinned memory is at most 2 * threads * CHUNK however large the
+model. (torch keeps those buffers for whoever pins memory of that size next.) A unit's ranges are read in the order of
+the files, what is adjacent in one read, and the next units are read while the caller works on one that is filled.
 
 Parameters that are not made of such ranges alone (another converter, a shape that does not fit) go through
 transformers' loader, which also has the words for what is wrong with them.
 
-This file does not know recipes, formats, exports or process groups; `experts` is all it is told of a plan.
+This file does not know recipes, formats, exports or process groups; `held` and `places` are all it is told of a plan.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
 import queue
-import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
@@ -34,100 +26,17 @@ import torch
 from torch import nn
 
 from hf_ptq.checkpoint.dtypes import TORCH_DTYPES
-from hf_ptq.checkpoint.names import by_parameter
 from hf_ptq.checkpoint.slices import SourceReader
 from hf_ptq.checkpoint.source import TensorEntry
 from hf_ptq.errors import HfPtqError, RunError
 from hf_ptq.model.build import MetaModel, load_unit
+from hf_ptq.model.ranges import Range, lay_out_parameters
+from hf_ptq.model.sharding import as_share_of
 from hf_ptq.model.units import Unit
 
 CHUNK = 32 << 20  # bytes of one read and of one pinned buffer
 READ_AHEAD = 1 << 30  # bytes being read behind the unit that is waited for: keeps the threads busy over small units
 ALIGNMENT = 8  # tensors are cut into chunks at multiples of this: of every element's size
-
-# --- the ranges --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Range:
-    """A source tensor, and the element of the flattened parameter where it begins."""
-
-    entry: TensorEntry
-    start: int
-
-    @property
-    def stop(self) -> int:
-        """The first element behind it."""
-        return self.start + math.prod(self.entry.shape)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A parameter (or buffer) as it is allocated, and the ranges that fill it completely."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    ranges: tuple[Range, ...]
-
-
-def lay_out_parameters(
-    meta: MetaModel, tensors: Mapping[str, TensorEntry], experts: range | None = None
-) -> dict[str, Layout]:
-    """Parameter -> its layout, for those that ranges of the source fill exactly. The others are not in it.
-
-    `experts`: the experts [a, b) that this process holds of every stack; None: all of them.
-    """
-    known = meta.model.state_dict()
-    found = {}
-    for parameter, names in by_parameter(meta.placements).items():
-        shape, entries = tuple(known[parameter].shape), [tensors[name] for name in names]
-        is_stack = meta.placements[names[0]].pattern is not None
-        ranges = _stacked(meta, entries, shape) if is_stack else _plain(entries, shape)
-        # The whole stack is judged, whatever share of it is held: were an expert missing, all behind it would move up.
-        if not _fills(ranges, math.prod(shape)) or not all(part.entry.dtype in TORCH_DTYPES for part in ranges):
-            continue
-        if is_stack and experts is not None:
-            size, shape = math.prod(shape[1:]), (len(experts), *shape[1:])
-            held = [part for part in ranges if part.start // size in experts]
-            ranges = [Range(part.entry, part.start - experts.start * size) for part in held]
-        found[parameter] = Layout(shape, _dtype_in_memory(meta, parameter, known[parameter].dtype), tuple(ranges))
-    return found
-
-
-def _plain(entries: list[TensorEntry], shape: tuple[int, ...]) -> list[Range]:
-    return [Range(entries[0], 0)] if len(entries) == 1 and entries[0].shape == shape else []
-
-
-def _stacked(meta: MetaModel, entries: list[TensorEntry], shape: tuple[int, ...]) -> list[Range]:
-    """Ranges of all experts; those of tensors that do not fit are left out, so that something is not filled."""
-    rows_of = {meta.placements[entry.name].pattern: entry.shape[0] for entry in entries if entry.shape}
-    ranges = []
-    for entry in entries:
-        placement = meta.placements[entry.name]
-        joined = meta.stacking.get(placement.pattern or "", ())
-        is_shaped = len(shape) == len(entry.shape) + 1 and entry.shape[1:] == shape[2:]
-        if is_shaped and joined and rows_of.keys() >= set(joined):
-            row = sum(rows_of[pattern] for pattern in itertools.takewhile(placement.pattern.__ne__, joined))
-            ranges.append(Range(entry, placement.position * math.prod(shape[1:]) + row * math.prod(shape[2:])))
-    return ranges
-
-
-def _fills(ranges: Iterable[Range], num_elements: int) -> bool:
-    """Whether the ranges lie side by side from the first element to the last."""
-    end = 0
-    for part in sorted(ranges, key=lambda part: part.start):
-        if part.start != end:
-            return False
-        end = part.stop
-    return end == num_elements
-
-
-def _dtype_in_memory(meta: MetaModel, parameter: str, built: torch.dtype) -> torch.dtype:
-    """What transformers' loader makes of it: the model class may keep some parameters in fp32."""
-    plan = meta.model._get_dtype_plan(meta.dtype)
-    kept = (dtype for glob, dtype in plan.items() if re.search(glob.replace("*", ".*"), parameter))
-    return next(kept, built)
-
 
 # --- the reads ---------------------------------------------------------------------------------
 
@@ -154,22 +63,24 @@ class _Piece:
         return TORCH_DTYPES[self.entry.dtype]
 
 
-def _cut(targets: Iterable[tuple[TensorEntry, torch.Tensor]]) -> Iterator[list[_Piece]]:
-    """Chunks to read at once: pieces that are adjacent in a file, in its order, at most CHUNK bytes."""
+def _cut(targets: Iterable[tuple[Range, torch.Tensor]]) -> Iterator[list[_Piece]]:
+    """Chunks to read at once: pieces adjacent in a file, in its order, for one device, at most CHUNK bytes."""
     chunk: list[_Piece] = []
-    for entry, target in sorted(targets, key=lambda pair: (pair[0].file, pair[0].offset)):
-        size, done = TORCH_DTYPES[entry.dtype].itemsize, 0
-        if chunk and (chunk[-1].entry.file, chunk[-1].end) != (entry.file, entry.offset):
+    for part, target in sorted(targets, key=lambda pair: (pair[0].entry.file, pair[0].entry.offset, pair[0].skip)):
+        entry, size, done = part.entry, TORCH_DTYPES[part.entry.dtype].itemsize, 0
+        first, num_bytes = part.skip * size, part.count * size
+        end = (chunk[-1].entry.file, chunk[-1].end, chunk[-1].target.device) if chunk else None
+        if chunk and end != (entry.file, entry.offset + first, target.device):
             yield chunk
             chunk = []
-        while done < entry.num_bytes:
+        while done < num_bytes:
             room = CHUNK - (chunk[-1].end - chunk[0].offset if chunk else 0)
-            left = entry.num_bytes - done
+            left = num_bytes - done
             take = left if left <= room else room - room % ALIGNMENT
             if take:
-                chunk.append(_Piece(entry, done, take, target[done // size : (done + take) // size]))
+                chunk.append(_Piece(entry, first + done, take, target[done // size : (done + take) // size]))
                 done += take
-            if done < entry.num_bytes:
+            if done < num_bytes:
                 yield chunk
                 chunk = []
     if chunk:
@@ -213,13 +124,12 @@ def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:
 
 
 class _Lane:
-    """A pinned buffer with the CUDA stream that empties it; used by one thread at a time."""
+    """A pinned buffer with a CUDA stream for each device that it is emptied to; used by one thread at a time."""
 
     def __init__(self, device: torch.device) -> None:
         with torch.cuda.device(device):  # pinning would otherwise start a context on the first GPU
             self.buffer = torch.empty(CHUNK, dtype=torch.uint8, pin_memory=True)
-            self.stream = torch.cuda.Stream(device)
-        self.device = device
+        self.streams: dict[torch.device, torch.cuda.Stream] = {}
         self.copied: torch.cuda.Event | None = None
 
     def wait(self) -> None:
@@ -233,20 +143,23 @@ class _Lane:
         `allocated`: the parameters' memory is free of earlier work when it is reached.
         """
         self.wait()
-        start = pieces[0].offset
+        start, device = pieces[0].offset, pieces[0].target.device
         _read(reader, pieces, _bytes_of(self.buffer[: pieces[-1].end - start]))
-        with torch.cuda.stream(self.stream):
-            self.stream.wait_event(allocated)
+        if device not in self.streams:
+            self.streams[device] = torch.cuda.Stream(device)
+        stream = self.streams[device]
+        with torch.cuda.stream(stream):
+            stream.wait_event(allocated)
             for piece in pieces:
                 self._copy(self.buffer[piece.offset - start : piece.end - start], piece)
-        self.copied = copied = _event(self.stream)
+            self.copied = copied = _event(stream)
         return copied
 
     def _copy(self, read: torch.Tensor, piece: _Piece) -> None:
         if piece.dtype == piece.target.dtype:
             piece.target.view(torch.uint8).copy_(read, non_blocking=True)
         else:  # a new tensor is aligned to its elements, wherever the bytes lie in the chunk
-            stored = torch.empty(piece.num_bytes, dtype=torch.uint8, device=self.device)
+            stored = torch.empty(piece.num_bytes, dtype=torch.uint8, device=piece.target.device)
             stored.copy_(read, non_blocking=True)
             piece.target.copy_(stored.view(piece.dtype), non_blocking=True)
 
@@ -260,12 +173,17 @@ class _Filling:
 
     unit: Unit
     values: dict[str, torch.Tensor]  # by parameter
+    gpus: set[torch.device] = field(default_factory=set)  # of the values
     reads: list[Future[torch.cuda.Event | None]] = field(default_factory=list)
     num_bytes: int = 0
 
 
 class Filler:
-    """Fills the units of a meta model from its source. A context manager: threads and buffers live as long as it."""
+    """Fills the units of a meta model from its source. A context manager: threads and buffers live as long as it.
+
+    `places`: parameter -> the device where it is filled, if not on `device`. `read_ahead`: bytes of further units that
+    may be on their way, READ_AHEAD if not given; 0 has no unit begun before the caller is done with the last one.
+    """
 
     def __init__(
         self,
@@ -273,12 +191,16 @@ class Filler:
         reader: SourceReader,
         device: torch.device,
         threads: int = 8,
-        experts: range | None = None,
+        held: Mapping[str, range] | None = None,
+        places: Mapping[str, torch.device] | None = None,
+        read_ahead: int | None = None,
     ) -> None:
         self._meta = meta
         self._reader = reader
         self._device = device
-        self._layouts = lay_out_parameters(meta, reader.source.tensors, experts)
+        self._places = places or {}
+        self._read_ahead = READ_AHEAD if read_ahead is None else read_ahead
+        self._layouts = lay_out_parameters(meta, reader.source.tensors, held)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="fill")
         # Lanes are made when they are first needed: a small model pins little.
         self._lanes: queue.SimpleQueue[_Lane | None] = queue.SimpleQueue()
@@ -299,6 +221,13 @@ class Filler:
         """Whether the source tensor `name` is read as a range; the others go through transformers' loader."""
         return self._meta.placements[name].parameter in self._layouts
 
+    def total_bytes(self, units: Iterable[Unit]) -> int:
+        """What `fill` will tell `advance` of in all; a little less, where transformers' loader reads a share."""
+        layouts = self._layouts
+        fast = sum(part.num_bytes for layout in layouts.values() for part in layout.ranges)
+        rest = (name for unit in units for name in unit.tensors if not self.is_fast(name))
+        return fast + sum(self._reader.source.tensors[name].num_bytes for name in rest)
+
     def fill(self, units: Iterable[Unit], advance: Callable[[int], object]) -> Iterator[Unit]:
         """Yield each unit when its weights are in the model, while the next ones are being read.
 
@@ -308,7 +237,7 @@ class Filler:
         ahead: deque[_Filling] = deque()
         for unit in units:
             ahead.append(self._start(unit, advance))
-            while sum(filling.num_bytes for filling in ahead) - ahead[0].num_bytes >= READ_AHEAD:
+            while ahead and sum(filling.num_bytes for filling in ahead) - ahead[0].num_bytes >= self._read_ahead:
                 yield self._finish(ahead.popleft(), advance)
         while ahead:
             yield self._finish(ahead.popleft(), advance)
@@ -320,12 +249,16 @@ class Filler:
         targets = []
         for name in parameters:
             if (layout := self._layouts.get(name)) is not None:
-                value = torch.empty(layout.shape, dtype=layout.dtype, device=self._device)
-                filling.values[name] = value
-                targets += [(r.entry, value.view(-1)[r.start : r.stop]) for r in layout.ranges]
-        filling.num_bytes = sum(entry.num_bytes for entry, _ in targets)
-        allocated = _event(torch.cuda.current_stream(self._device)) if self._device.type == "cuda" else None
-        filling.reads = [self._pool.submit(self._carry, chunk, allocated, advance) for chunk in _cut(targets)]
+                device = self._places.get(name, self._device)
+                filling.values[name] = value = torch.empty(layout.shape, dtype=layout.dtype, device=device)
+                targets += [(part, value.view(-1)[part.start : part.stop]) for part in layout.ranges]
+        filling.num_bytes = sum(part.num_bytes for part, _ in targets)
+        filling.gpus = {value.device for value in filling.values.values() if value.is_cuda}
+        allocated = {gpu: _event(torch.cuda.current_stream(gpu)) for gpu in filling.gpus}
+        filling.reads = [
+            self._pool.submit(self._carry, chunk, allocated.get(chunk[0].target.device), advance)
+            for chunk in _cut(targets)
+        ]
         return filling
 
     def _carry(
@@ -337,7 +270,7 @@ class Filler:
         else:
             lane = self._lanes.get()
             try:
-                lane = lane or _Lane(self._device)
+                lane = lane or _Lane(pieces[0].target.device)
                 copied = lane.carry(self._reader, pieces, allocated)
             finally:
                 self._lanes.put(lane)
@@ -346,14 +279,16 @@ class Filler:
 
     def _finish(self, filling: _Filling, advance: Callable[[int], object]) -> Unit:
         """Wait for the unit's reads, set its parameters, and let transformers' loader do the rest of it."""
-        for copied in self._results(filling.reads):
-            if copied is not None:
-                torch.cuda.current_stream(self._device).wait_event(copied)
+        for copied in filter(None, self._results(filling.reads)):
+            for gpu in filling.gpus:
+                torch.cuda.current_stream(gpu).wait_event(copied)
         for name, value in filling.values.items():
             _set(self._meta.model, name, value)
         rest = [name for name in filling.unit.tensors if not self.is_fast(name)]
         if rest:
             load_unit(self._meta, {name: self._reader.tensor(name) for name in rest}, self._device)
+            for name in {self._meta.placements[name].parameter or "" for name in rest} & self._places.keys():
+                _set(self._meta.model, name, _get(self._meta.model, name).to(self._places[name]))
             advance(sum(self._reader.source.tensors[name].num_bytes for name in rest))
         return filling.unit
 
@@ -372,11 +307,18 @@ class Filler:
         return [read.result() for read in reads]
 
 
+def _get(model: nn.Module, name: str) -> torch.Tensor:
+    owner, _, leaf = name.rpartition(".")
+    module = model.get_submodule(owner)
+    return (module._parameters | module._buffers)[leaf]  # type: ignore[return-value]
+
+
 def _set(model: nn.Module, name: str, value: torch.Tensor) -> None:
     """Put a filled tensor into its module, marked so that transformers does not initialise it again."""
     owner, _, leaf = name.rpartition(".")
     module = model.get_submodule(owner)
     is_buffer = leaf in dict(module.named_buffers(recurse=False))
+    value = as_share_of(module._parameters.get(leaf), value)
     tensor = value if is_buffer else nn.Parameter(value, requires_grad=False)
     tensor._is_hf_initialized = True  # type: ignore[attr-defined]
     setattr(module, leaf, tensor)

@@ -13,14 +13,22 @@ from torch import nn
 
 from hf_ptq.checkpoint.names import Placement
 from hf_ptq.errors import Problem, RunError
+from hf_ptq.model.sharding import local_of
 from hf_ptq.model.units import Unit
 from hf_ptq.model.views import WEIGHT, WeightView
 
 
 def refuse_nonfinite(
-    unit: Unit, model: nn.Module, placements: Mapping[str, Placement], views: Mapping[str, WeightView]
+    unit: Unit,
+    model: nn.Module,
+    placements: Mapping[str, Placement],
+    views: Mapping[str, WeightView],
+    held: Mapping[str, range],
 ) -> None:
-    """Raise RunError naming each source tensor of `unit` with NaN or infinity. `views`: source module -> its view."""
+    """Raise RunError naming each source tensor of `unit` with NaN or infinity, as far as it is here.
+
+    `views`: source module -> its view; `held`: parameter -> the part of its first dimension that is here, if not all.
+    """
     loaded = {p: _loaded(model, p) for name in unit.tensors if (p := placements[name].parameter) is not None}
     checked = {p: tensor for p, tensor in loaded.items() if tensor.is_floating_point() and tensor.numel()}
     if not checked:
@@ -30,7 +38,7 @@ def refuse_nonfinite(
     damaged = [
         name
         for name in unit.tensors
-        if (p := placements[name].parameter) in bad and not bool(_is_finite(_part(name, checked[p], views)))
+        if (p := placements[name].parameter) in bad and _is_damaged(_part(name, checked[p], views, held.get(p)))
     ]
     if damaged:
         cure = (
@@ -43,7 +51,7 @@ def _loaded(model: nn.Module, name: str) -> torch.Tensor:
     owner, _, leaf = name.rpartition(".")
     module = model.get_submodule(owner)
     tensor = module._parameters.get(leaf)
-    return tensor if tensor is not None else module.get_buffer(leaf)
+    return local_of(tensor) if tensor is not None else module.get_buffer(leaf)
 
 
 def _is_finite(tensor: torch.Tensor) -> torch.Tensor:
@@ -51,10 +59,19 @@ def _is_finite(tensor: torch.Tensor) -> torch.Tensor:
     return torch.stack(tensor.aminmax()).isfinite().all()
 
 
-def _part(name: str, parameter: torch.Tensor, views: Mapping[str, WeightView]) -> torch.Tensor:
-    """What a source tensor fills of its parameter."""
+def _is_damaged(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and not bool(_is_finite(tensor))
+
+
+def _part(
+    name: str, parameter: torch.Tensor, views: Mapping[str, WeightView], held: range | None
+) -> torch.Tensor | None:
+    """What a source tensor fills of its parameter; None where that is elsewhere."""
     module = name.removesuffix(WEIGHT)
     view = views.get(module)
     if view is None or not view.is_stacked:
         return parameter
-    return view.of(parameter)[view.modules.index(module)]
+    expert = view.modules.index(module)
+    if held is None:
+        return view.of(parameter)[expert]
+    return view.of(parameter)[expert - held.start] if expert in held else None

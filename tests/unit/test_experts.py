@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from tiny import CONFIGS, FUSED_ON_THE_HUB, build
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_ptq.model import experts as ours
@@ -118,18 +120,77 @@ def test_sizes_that_the_grouped_kernel_cannot_take_are_looped(sizes: tuple[int, 
     assert torch.allclose(grouped_linear(rows, weight, ends, None).float(), expected.float(), rtol=1e-2, atol=1e-2)
 
 
-def test_rows_of_zeros_are_no_tokens_but_a_nan_is_seen() -> None:
+def test_rows_that_are_no_tokens_are_not_recorded_but_a_nan_is() -> None:
     quantizer = Quantizer("experts", FORMATS["fp8"], 3)
     amax, rows = torch.zeros(3), torch.zeros(3)
     quantizer.start_observing(amax, rows)
-    values = torch.tensor([[0.0, 0.0], [1.0, -2.0], [float("nan"), 1.0]])
-    everything = torch.ones(3, dtype=torch.bool)
-    assert quantizer.quantize_rows(values, None, torch.tensor([0, 1, 2]), everything) is values
+    values = torch.tensor([[9.0, 1.0], [1.0, -2.0], [float("nan"), 1.0], [0.0, 0.0]])
+    is_token, owner = torch.tensor([False, True, True, True]), torch.tensor([0, 1, 2, 1])
+    assert quantizer.quantize_rows(values, None, owner, is_token) is values
     assert amax[:2].tolist() == [0, 2]
     assert amax[2].isnan()
-    assert rows.tolist() == [0, 1, 1]
-    quantizer.quantize_rows(values[1:2] * 9, None, torch.tensor([0]), ~everything[:1])  # a row for another rank
-    assert amax[0] == 0
+    assert rows.tolist() == [0, 2, 1], "the quantizer counts what it is told to count, a row of zeros too"
+    picked = quantizer.quantize_rows(values, torch.tensor([1, 1, 0]), torch.tensor([0, 0, 1]), is_token[[1, 1, 0]])
+    assert picked.tolist() == [[1.0, -2.0], [1.0, -2.0], [9.0, 1.0]]
+    assert (amax[:2].tolist(), rows.tolist()) == ([2, 2], [2, 2, 1])
+
+
+def expert_parallel(name: str) -> tuple[torch.nn.Module, dict[str, tuple[torch.Tensor, torch.Tensor]]]:
+    """A layer's experts as a rank has them that holds all 8, observed; quantizer -> (amax, rows) of each expert."""
+    class_name, options = (CONFIGS | FUSED_ON_THE_HUB)[name]
+    model = build(name, getattr(transformers, class_name)(**options), torch.float32)
+    use_our_experts(model, "eager")
+    experts = next(module for module in model.modules() if takes_registry(module))
+    experts._is_expert_parallel = True
+    for leaf, parameter in experts.named_parameters():
+        if leaf.endswith("_bias"):
+            parameter.requires_grad_(False).normal_(std=0.5)
+    seen = {}
+    for leaf in (ours.INPUT_QUANTIZER, ours.DOWN_INPUT_QUANTIZER):
+        seen[leaf] = torch.zeros(8), torch.zeros(8)
+        quantizer = Quantizer(leaf, FORMATS["fp8"], 8)
+        quantizer.start_observing(*seen[leaf])
+        experts.add_module(leaf, quantizer)
+    return experts, seen
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+@torch.no_grad()
+def test_under_expert_parallelism_rows_of_zeros_are_no_tokens(name: str) -> None:
+    """Judged by what comes in: with biases a row of zeros is not zero any more at the second product."""
+    experts, seen = expert_parallel(name)
+    hidden = torch.randn(5, 64, generator=torch.Generator().manual_seed(2))
+    hidden[1] = 0.0  # a filler row, or one of a rank that has run out of data
+    hidden[2, 3] = float("nan")
+    choices = torch.tensor([[0], [1], [2], [8], [0]])  # the fourth is for another rank
+    out = experts(hidden, choices, torch.ones(5, 1))
+    (inputs, rows), (downs, down_rows) = seen.values()
+    assert rows.tolist() == down_rows.tolist() == [2, 0, 1, 0, 0, 0, 0, 0]
+    assert inputs[0] == hidden[[0, 4]].abs().max()
+    assert downs[0] > 0
+    assert inputs[2].isnan()
+    assert downs[2].isnan()
+    for amax in (inputs, downs):
+        assert amax[[1, 3, 4, 5, 6, 7]].tolist() == [0.0] * 6
+    assert out[3].tolist() == [0.0] * 64, "what another rank's expert adds is not added here"
+    assert bool(out[1].any()) == (name == "gpt_oss"), "a row of zeros is computed all the same"
+
+
+@torch.no_grad()
+def test_no_tokens_gives_zeros_to_the_experts_and_ends_with_the_block() -> None:
+    experts, seen = expert_parallel("qwen3_moe")
+    hidden, choices, weights = torch.randn(3, 64), torch.tensor([[0], [1], [2]]), torch.ones(3, 1)
+
+    def fail_in_the_block() -> None:
+        with ours.no_tokens(torch.nn.ModuleList([experts])):
+            assert experts(hidden, choices, weights).tolist() == [[0.0] * 64] * 3
+            assert all(tensor.tolist() == [0.0] * 8 for pair in seen.values() for tensor in pair)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail_in_the_block()
+    assert experts(hidden, choices, weights).abs().amax(-1).min() > 0
+    assert seen[ours.INPUT_QUANTIZER][1].tolist() == [1, 1, 1, 0, 0, 0, 0, 0]
 
 
 def test_the_decode_never_leaves_our_experts(tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:

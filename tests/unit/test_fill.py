@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -21,7 +23,8 @@ from hf_ptq.checkpoint.source import Source, TensorEntry, open_source
 from hf_ptq.errors import RunError
 from hf_ptq.model import fill
 from hf_ptq.model.build import MetaModel, build_meta_model, finish_loading, load_unit
-from hf_ptq.model.fill import Filler, lay_out_parameters
+from hf_ptq.model.fill import Filler
+from hf_ptq.model.ranges import Range, lay_out_parameters
 from hf_ptq.model.units import Unit, split_units
 from hf_ptq.report import Report
 
@@ -147,7 +150,9 @@ def test_cuts_fall_between_elements(monkeypatch: pytest.MonkeyPatch) -> None:
     """After 5 bytes of another tensor, a cut is still at a multiple of 8 bytes of the tensor."""
     monkeypatch.setattr(fill, "CHUNK", 32)
     odd, wide = TensorEntry("odd", "f", "U8", (5,), 100, 5), TensorEntry("wide", "f", "F64", (9,), 105, 72)
-    chunks = list(fill._cut([(wide, torch.empty(9, dtype=torch.bfloat16)), (odd, torch.empty(5, dtype=torch.uint8))]))
+    targets = [(Range(wide, 0, 0, 9), torch.empty(9, dtype=torch.bfloat16))]
+    targets += [(Range(odd, 0, 0, 5), torch.empty(5, dtype=torch.uint8))]
+    chunks = list(fill._cut(targets))
     assert [[(p.entry.name, p.start, p.num_bytes) for p in c] for c in chunks] == [
         [("odd", 0, 5), ("wide", 0, 24)],
         [("wide", 24, 32)],
@@ -156,13 +161,23 @@ def test_cuts_fall_between_elements(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [p.target.numel() for c in chunks for p in c] == [5, 3, 4, 2]
 
 
+def test_a_part_of_a_tensor_is_read_from_its_first_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts that do not touch are two reads; a tensor's end and the next one's beginning are one."""
+    monkeypatch.setattr(fill, "CHUNK", 1 << 20)
+    first, second = TensorEntry("first", "f", "BF16", (10,), 100, 20), TensorEntry("second", "f", "F32", (4,), 120, 16)
+    parts = [Range(second, 9, 0, 2), Range(first, 0, 1, 3), Range(first, 3, 6, 4)]
+    chunks = list(fill._cut((part, torch.empty(part.count, dtype=torch.float32)) for part in parts))
+    assert [[(p.entry.name, p.offset, p.end, p.target.numel()) for p in c] for c in chunks] == [
+        [("first", 102, 108, 3)],
+        [("first", 112, 120, 4), ("second", 120, 128, 2)],
+    ]
+
+
 def test_reads_follow_the_files(tiny: Tiny) -> None:
     """Adjacent tensors are one read; a whole model in one file is one, its tensors in the order of their bytes."""
     source, meta, _ = open_meta(tiny("glm4_moe"))
     ranges = [r for layout in lay_out_parameters(meta, source.tensors).values() for r in layout.ranges]
-    ((*pieces,),) = fill._cut(
-        (r.entry, torch.empty(r.stop - r.start, dtype=fill.TORCH_DTYPES[r.entry.dtype])) for r in ranges
-    )
+    ((*pieces,),) = fill._cut((r, torch.empty(r.count, dtype=fill.TORCH_DTYPES[r.entry.dtype])) for r in ranges)
     assert [piece.offset for piece in pieces[1:]] == [piece.end for piece in pieces[:-1]]
     assert sum(piece.num_bytes for piece in pieces) == source.total_bytes
 
@@ -174,24 +189,91 @@ def test_several_shards(tiny: Tiny, tmp_path: Path, name: str) -> None:
     assert_same(filled(tmp_path)[0], AutoModelForCausalLM.from_pretrained(tiny(name)))
 
 
+# ---- shares
+
+
+@given(st.tuples(*[st.integers(0, 12)] * 5))
+def test_a_range_is_cut_as_a_list_is(numbers: tuple[int, ...]) -> None:
+    """What of elements [start, start + count) of a parameter lies in a window, counted from the window's start."""
+    start, skip, count, first, length = numbers
+    entry = TensorEntry("t", "f", "F32", (40,), 0, 160)
+    parameter = [None] * start + list(range(skip, skip + count)) + [None] * 40
+    part = Range(entry, start, skip, count).within(first, first + length)
+    expected = parameter[first : first + length]
+    assert part.count == sum(element is not None for element in expected)
+    assert part.num_bytes == 4 * part.count
+    if part.count:
+        assert expected[part.start : part.stop] == list(range(part.skip, part.skip + part.count))
+
+
+def filled_shares(directory: Path, held_of: Callable[[MetaModel], dict[str, range]]) -> dict[str, torch.Tensor]:
+    """Parameters as one rank holds them; nothing is read but what is held, and the progress counts just that."""
+    source, meta, units = open_meta(directory)
+    held = held_of(meta)
+    done: list[int] = []
+    with SourceReader(source) as reader, Filler(meta, reader, CPU, held=held) as filler:
+        total = filler.total_bytes(units)
+        list(filler.fill(units, done.append))
+        state = {n: t.clone() for n, t in meta.model.state_dict().items() if not t.is_meta}
+        stored = source.tensors.values()
+        size = {meta.placements[e.name].parameter: fill.TORCH_DTYPES[e.dtype].itemsize for e in stored}
+        assert reader.bytes_read == sum(done) == total == sum(t.numel() * size[n] for n, t in state.items())
+    return state
+
+
+def stacks_of(meta: MetaModel) -> set[str]:
+    return {p.parameter for p in meta.placements.values() if p.pattern is not None and p.parameter is not None}
+
+
 @pytest.mark.parametrize("name", STACKED)
 def test_a_share_of_the_experts(tiny: Tiny, name: str) -> None:
-    """Experts [2, 5) alone: their rows of the stacks, everything else whole, and nothing else is read."""
+    """Experts [2, 5) alone: their rows of the stacks, and everything else whole."""
+    shares = filled_shares(tiny(name), lambda meta: dict.fromkeys(stacks_of(meta), range(2, 5)))
+    stacks, seen = stacks_of(open_meta(tiny(name))[1]), 0
+    for parameter, whole in AutoModelForCausalLM.from_pretrained(tiny(name)).state_dict().items():
+        assert torch.equal(shares[parameter], whole[2:5] if parameter in stacks else whole), parameter
+        assert shares[parameter].dtype == whole.dtype
+        seen += parameter in stacks
+    assert seen == len(stacks) > 0
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "deepseek_v3"])
+def test_shares_of_rows_make_up_the_whole(tiny: Tiny, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every parameter as FSDP2 cuts it for 13 ranks: the last ones have less, or nothing."""
+    monkeypatch.setattr(fill, "CHUNK", 1000)
     source, meta, _ = open_meta(tiny(name))
-    whole = AutoModelForCausalLM.from_pretrained(tiny(name)).state_dict()
-    layouts = lay_out_parameters(meta, source.tensors, range(2, 5))
-    stacks = {p.parameter for p in meta.placements.values() if p.pattern is not None}
-    assert stacks
-    assert layouts.keys() == {p.parameter for p in meta.placements.values()}
-    for parameter, layout in layouts.items():
-        wanted = whole[parameter][2:5] if parameter in stacks else whole[parameter]
-        assert (layout.shape, layout.dtype) == (tuple(wanted.shape), wanted.dtype)
-        value = torch.empty(layout.shape, dtype=layout.dtype)
-        with SourceReader(source) as reader:
-            for chunk in fill._cut((r.entry, value.view(-1)[r.start : r.stop]) for r in layout.ranges):
-                fill._read_in_place(reader, chunk)
-            assert reader.bytes_read == sum(r.entry.num_bytes for r in layout.ranges)
-        assert torch.equal(value, wanted)
+    rows = {n: range(t.shape[0]) for n, t in meta.model.state_dict().items()}
+    parts: dict[str, list[torch.Tensor]] = {}
+    with SourceReader(source) as reader:
+        for rank in range(13):
+            sizes = {n: -(-len(all_rows) // 13) for n, all_rows in rows.items()}
+            held = {n: all_rows[rank * sizes[n] : (rank + 1) * sizes[n]] for n, all_rows in rows.items()}
+            for parameter, layout in lay_out_parameters(meta, source.tensors, held).items():
+                value = torch.empty(layout.shape, dtype=layout.dtype)
+                for chunk in fill._cut((part, value.view(-1)[part.start : part.stop]) for part in layout.ranges):
+                    fill._read_in_place(reader, chunk)
+                parts.setdefault(parameter, []).append(value)
+        assert reader.bytes_read == source.total_bytes, "no byte is read twice"
+    assert min(len(part) for shares in parts.values() for part in shares) == 0
+    theirs = AutoModelForCausalLM.from_pretrained(tiny(name)).state_dict()
+    assert_same_state({n: torch.cat(shares) for n, shares in parts.items()}, {n: theirs[n] for n in parts})
+    assert theirs.keys() - parts.keys() == ({"lm_head.weight"} if name == "llama_tied" else set())
+
+
+def test_a_share_of_one_plain_matrix(tiny: Tiny) -> None:
+    """Other parameters are not touched by it, and a dtype of its own in the file makes no difference."""
+    name = "model.layers.1.self_attn.q_proj.weight"
+    shares = filled_shares(tiny("llama"), lambda _: {name: range(5, 11)})
+    whole = AutoModelForCausalLM.from_pretrained(tiny("llama")).state_dict()
+    assert_same_state(shares, {**whole, name: whole[name][5:11]})
+
+
+def test_a_share_in_another_dtype(tiny: Tiny, tmp_path: Path) -> None:
+    directory = with_dtypes(tiny("mixtral"), tmp_path / "source", lambda _: torch.float32)
+    name, stack = "model.layers.1.self_attn.q_proj.weight", "model.layers.0.mlp.experts.gate_up_proj"
+    shares = filled_shares(directory, lambda _: {name: range(5, 11), stack: range(7, 8)})
+    whole = AutoModelForCausalLM.from_pretrained(directory).state_dict()
+    assert_same_state(shares, {**whole, name: whole[name][5:11], stack: whole[stack][7:8]})
 
 
 def test_what_ranges_cannot_fill_goes_through_the_loader(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,8 +301,8 @@ def test_a_stack_with_a_missing_expert_is_never_fast(tiny: Tiny) -> None:
     source, meta, _ = open_meta(tiny("qwen3_moe"))
     gone = "model.layers.1.mlp.experts.3.up_proj.weight"
     del meta.placements[gone]
-    for share in (None, range(2), range(4, 8)):
-        layouts = lay_out_parameters(meta, source.tensors, share)
+    for share in (range(8), range(2), range(4, 8)):
+        layouts = lay_out_parameters(meta, source.tensors, dict.fromkeys(stacks_of(meta), share))
         assert "model.layers.1.mlp.experts.gate_up_proj" not in layouts
         assert "model.layers.0.mlp.experts.gate_up_proj" in layouts
 

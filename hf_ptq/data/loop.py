@@ -1,17 +1,21 @@
 """The calibration loop: batches through the model, statistics committed batch by batch.
 
 The batch size is chosen by memory arithmetic. If memory runs out all the same, a single process halves the batch,
-repeats it and says so; what the failed batch had recorded is discarded. The loop does not know what is recorded.
+repeats it and says so; what the failed batch had recorded is discarded. Ranks that share a model cannot do that: their
+forwards must stay equal in number. For that a rank that is out of batches repeats its last one, marked as idle.
+
+The loop does not know what is recorded, nor what idle means.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from hf_ptq.data.rows import batches
 from hf_ptq.errors import Problem, RunError
 from hf_ptq.report import Report
 
@@ -43,32 +47,54 @@ def choose_batch_size(num_rows: int, row_tokens: int, token_bytes: int, allowed_
     return size, reason
 
 
+@dataclass(frozen=True)
+class Lockstep:
+    """What ranks that run forwards together agree on: their number, and what to do in one that is not needed here."""
+
+    forwards: int
+    idle: Callable[[], AbstractContextManager[object]]
+
+
 @torch.no_grad()
 def run_calibration(
     forward: Forward,
-    rows: Sequence[torch.Tensor],
-    batch_size: int,
+    batches: Sequence[torch.Tensor],
     device: torch.device,
     recorder: Recorder,
     report: Report,
+    lockstep: Lockstep | None = None,
 ) -> None:
-    """Run every row once. `rows`: 1-D int64 token ids on the CPU.
+    """Run every batch [rows, tokens] (int64 on the CPU) once, and idle ones until there were `lockstep.forwards`.
 
-    Raises RunError when not even one row fits into memory.
+    Raises RunError when not even one row fits into memory, in lockstep when a batch does not.
     """
-    tokens = sum(len(row) for row in rows)
-    with report.progress("calibrate", tokens, "tokens") as advance:
-        queue = list(batches(rows, batch_size))[::-1]
+    with report.progress("calibrate", sum(batch.numel() for batch in batches), "tokens") as advance:
+        queue = list(batches)[::-1]
         while queue:
             batch = queue.pop()
             try:
                 forward({"input_ids": batch.to(device, non_blocking=True)})
             except (torch.OutOfMemoryError, MemoryError) as error:
                 recorder.discard()
+                if lockstep is not None:
+                    raise _too_large(batch, error) from error
                 queue += _halve(batch, queue, error, report)
                 continue
             recorder.commit()
             advance(batch.numel())
+        for _ in range(lockstep.forwards - len(batches) if lockstep else 0):
+            try:
+                with lockstep.idle():  # type: ignore[union-attr]
+                    forward({"input_ids": batches[-1].to(device, non_blocking=True)})
+            except (torch.OutOfMemoryError, MemoryError) as error:
+                raise _too_large(batches[-1], error) from error
+            recorder.commit()
+
+
+def _too_large(batch: torch.Tensor, error: BaseException) -> RunError:
+    rows = batch.shape[0]
+    smaller = f"--batch_size {rows // 2}" if rows > 1 else "lower --calib_seq"
+    return RunError(Problem(f"out of memory in calibration with {rows} rows a batch: {error}", smaller))
 
 
 def _halve(batch: torch.Tensor, queue: list[torch.Tensor], error: BaseException, report: Report) -> list[torch.Tensor]:

@@ -4,7 +4,8 @@
 other: documents (datasets.py, local_files.py), made ready (pieces.py, chat.py), packed (packing.py). A row never holds
 two data sets. The digest of the rows goes into the report, so that two runs can be compared.
 
-This file does not know ranks or models: rank 0 calls it, and the others get the ids from rank 0.
+This file does not know models. Rank 0 reads, and the others get the ids from rank 0; then the rows are dealt to the
+ranks, so that together they run the same rows as one process would.
 """
 
 from __future__ import annotations
@@ -144,6 +145,14 @@ def batches(rows: Sequence[torch.Tensor], batch_size: int) -> Iterator[torch.Ten
     for _, group in itertools.groupby(rows, key=len):
         while batch := list(itertools.islice(group, batch_size)):
             yield torch.stack(batch)
+
+
+def deal(rows: Sequence[torch.Tensor], rank: int, world_size: int) -> list[torch.Tensor]:
+    """The rows of `rank`: every `world_size`-th. Raises UserError where a rank would get none."""
+    if len(rows) < world_size:
+        what = f"{len(rows)} calibration rows cannot be dealt to {world_size} ranks"
+        raise UserError(Problem(what, f"--calib_size {world_size} or more, or fewer ranks"))
+    return list(rows[rank::world_size])
 
 
 def _open_all(requests: Sequence[Request]) -> list[Iterator[Document | Problem]]:

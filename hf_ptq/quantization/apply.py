@@ -7,7 +7,7 @@ and no forward replaced, so that what others put there (sharding, expert dispatc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,18 +26,23 @@ from hf_ptq.quantization.assignment import Assignment
 from hf_ptq.quantization.quantizer import Mode, Quantizer
 
 
-def attach_quantizers(model: PreTrainedModel, assignment: Assignment) -> dict[str, Quantizer]:
+def attach_quantizers(
+    model: PreTrainedModel, assignment: Assignment, run_experts: Callable[[int], range] = range
+) -> dict[str, Quantizer]:
     """Quantizers of all activations, switched off: by input key for linears, by module name for keys and values.
 
-    The model then runs our experts, and our attention where keys and values are quantized.
+    The model then runs our experts, and our attention where keys and values are quantized. `run_experts`: number of
+    experts -> those whose rows come to this process.
     """
-    quantizers = _attach_input_quantizers(model, assignment) | _attach_kv_quantizers(model, assignment)
+    quantizers = _attach_input_quantizers(model, assignment, run_experts) | _attach_kv_quantizers(model, assignment)
     if assignment.kv is not None:
         use_our_attention(model)
     return quantizers
 
 
-def _attach_input_quantizers(model: nn.Module, assignment: Assignment) -> dict[str, Quantizer]:
+def _attach_input_quantizers(
+    model: nn.Module, assignment: Assignment, run_experts: Callable[[int], range]
+) -> dict[str, Quantizer]:
     quantizers: dict[str, Quantizer] = {}
     for weight in assignment.quantized:
         if weight.input is None:
@@ -46,7 +51,8 @@ def _attach_input_quantizers(model: nn.Module, assignment: Assignment) -> dict[s
         quantizer = quantizers.get(weight.input_key)
         if quantizer is None:
             experts = len(view.modules) if view.is_stacked else None
-            quantizer = quantizers[weight.input_key] = Quantizer(weight.input_key, weight.input, experts)
+            run = run_experts(experts) if experts is not None else None
+            quantizer = quantizers[weight.input_key] = Quantizer(weight.input_key, weight.input, experts, run)
         module = model.get_submodule(view.owner)
         if view.is_stacked:
             is_down = view.parameter.endswith(".down_proj")
@@ -89,6 +95,17 @@ def quantizing(quantizers: Iterable[Quantizer]) -> Iterator[None]:
         yield
     finally:
         _set_mode(switched, "off")
+
+
+@contextmanager
+def not_observing(quantizers: Iterable[Quantizer]) -> Iterator[None]:
+    """Inside the block these see nothing; what they had recorded stays."""
+    observing = [quantizer for quantizer in quantizers if quantizer.mode == "observe"]
+    _set_mode(observing, "off")
+    try:
+        yield
+    finally:
+        _set_mode(observing, "observe")
 
 
 def _set_mode(quantizers: Iterable[Quantizer], mode: Mode) -> None:

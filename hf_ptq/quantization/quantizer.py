@@ -23,15 +23,22 @@ class Quantizer(nn.Module):
     """Quantizes one activation: a tensor [..., in], or the rows [rows, in] of all experts of a layer.
 
     `amax`: fp32 scalar, the calibrated range; for experts the layer's largest, which is what every server reduces to.
-    `expert_amax`, `expert_rows`: fp32 [experts], the range and the number of rows of each, for the report. None
-    before calibration and for formats that need none.
+    `expert_amax`, `expert_rows`: [experts], the range and the number of rows of each, for the report. None
+    before calibration and for formats that need none. `run_experts`: the experts whose rows this process sees.
     """
 
-    def __init__(self, key: str, number_format: NumberFormat, num_experts: int | None = None) -> None:
+    def __init__(
+        self,
+        key: str,
+        number_format: NumberFormat,
+        num_experts: int | None = None,
+        run_experts: range | None = None,
+    ) -> None:
         super().__init__()
         self.key = key
         self.format = number_format
         self.num_experts = num_experts
+        self.run_experts = run_experts if run_experts is not None else range(num_experts or 1)
         self.codec = codecs()[number_format.name]
         self.mode: Mode = "off"
         constant = number_format.constant_amax
@@ -46,12 +53,13 @@ class Quantizer(nn.Module):
     def start_observing(self, pending: torch.Tensor, seen: torch.Tensor) -> None:
         """From now on fold max |x| into `pending` and count tensors (rows, for experts) in `seen`.
 
-        Both are fp32 [1], or [experts].
+        Both are fp32 [1], or [experts], of which those of `run_experts` are written.
         """
-        self._pending, self._seen, self.mode = pending, seen, "observe"
+        place = slice(self.run_experts.start, self.run_experts.stop)
+        self._pending, self._seen, self.mode = pending[place], seen[place], "observe"
 
     def stop_observing(self, total: torch.Tensor, seen: torch.Tensor) -> None:
-        """Calibration is over: the range is the maximum of `total`, fp32 [1] or [experts]."""
+        """Calibration is over: the range is the maximum of `total`, [1] or [experts]."""
         self._pending = self._seen = self._last_seen = None
         self.amax, self.mode = total.amax(), "off"
         if self.num_experts is not None:
@@ -71,8 +79,7 @@ class Quantizer(nn.Module):
         """The same for rows [rows, in] that belong to `experts` (int64 [rows]): `values`, or `values[source]`.
 
         Tokens are reduced and rounded before they are copied for each of their experts. `is_live` is given under
-        expert parallelism: rows that are not live are for other ranks, and all-zero rows are no tokens (a rank that
-        received none is sent one). A row with a NaN is not all zero.
+        expert parallelism: rows that are not live are no token of this rank's experts, and not recorded.
         """
         if self.mode == "observe" and self._pending is not None:
             assert self._seen is not None
@@ -82,20 +89,27 @@ class Quantizer(nn.Module):
             if is_live is None:
                 counted = torch.ones_like(amax)
             else:
-                is_live = is_live & (amax != 0)
                 amax, counted = torch.where(is_live, amax, 0.0), is_live.float()
-            self._pending.scatter_reduce_(0, experts, amax, "amax")
-            self._seen.scatter_add_(0, experts, counted)
+            place = self._pending.device  # statistics are on one device, layers may be on several
+            experts = experts.to(place)
+            self._pending.scatter_reduce_(0, experts, amax.to(place), "amax")
+            self._seen.scatter_add_(0, experts, counted.to(place))
         elif self.mode == "quantize":
-            values = self.codec.fake_quantize(values, self.amax)  # type: ignore[arg-type]
+            values = self._rounded(values)
         return values if source is None else values.index_select(0, source)
 
     def _round_once(self, values: torch.Tensor) -> torch.Tensor:
         """Rounded values; the members of a group ask for the same tensor one after the other."""
         if self._last_rounded is None or self._last_seen is None or self._last_seen() is not values:
             self._last_seen = weakref.ref(values, self._forget)
-            self._last_rounded = self.codec.fake_quantize(values, self.amax)  # type: ignore[arg-type]
+            self._last_rounded = self._rounded(values)
         return self._last_rounded
+
+    def _rounded(self, values: torch.Tensor) -> torch.Tensor:
+        amax = self.amax
+        if amax is not None and amax.is_cuda:  # as statistics are on one device; a constant may stay on the CPU
+            amax = amax.to(values.device)
+        return self.codec.fake_quantize(values, amax)  # type: ignore[arg-type]
 
     def _forget(self, _: object) -> None:
         """The tensor seen last is gone: nobody will ask for its rounded values again."""
@@ -109,7 +123,7 @@ class Quantizer(nn.Module):
         self._last_seen = weakref.ref(values)
         low, high = values.aminmax()
         amax = torch.maximum(high, -low).float()
-        torch.maximum(self._pending, amax, out=self._pending)  # a NaN stays
+        torch.maximum(self._pending, amax.to(self._pending.device), out=self._pending)  # a NaN stays
         self._seen += 1
 
     def extra_repr(self) -> str:

@@ -44,7 +44,11 @@ class Statistics:
             self._places[spec.key] = kind, slice(start, start + spec.size)
             sizes[kind] = start + spec.size
         self._pending = {kind: torch.zeros(size, device=device) for kind, size in sizes.items()}
-        self._total = {kind: torch.zeros(size, device=device) for kind, size in sizes.items()}
+        # Sums in fp64: counts stay exact, in whatever order batches and ranks are added.
+        self._total = {
+            kind: torch.zeros(size, device=device, dtype=torch.float64 if kind[0] == "sum" else torch.float32)
+            for kind, size in sizes.items()
+        }
 
     def pending(self, key: str) -> torch.Tensor:
         """fp32 [size]: the running value of the batch at hand; observers update it in place."""
@@ -52,7 +56,7 @@ class Statistics:
         return self._pending[kind][place]
 
     def total(self, key: str) -> torch.Tensor:
-        """fp32 [size]: the value over all committed batches (over all ranks, once reduced)."""
+        """[size]: the value over all committed batches (over all ranks, once reduced); fp32, sums fp64."""
         kind, place = self._places[key]
         return self._total[kind][place]
 

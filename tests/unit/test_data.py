@@ -17,7 +17,7 @@ from hf_ptq.data import datasets as named
 from hf_ptq.data import packing, pieces
 from hf_ptq.data.packing import Packed, pack, tokenize
 from hf_ptq.data.pieces import Piece
-from hf_ptq.data.rows import DatasetUse, batches, read_calibration, rows_digest
+from hf_ptq.data.rows import DatasetUse, batches, deal, read_calibration, rows_digest
 from hf_ptq.errors import UserError
 
 
@@ -320,6 +320,26 @@ def test_batches_take_equal_neighbours_in_order():
     assert list(batches([], 3)) == []
     with pytest.raises(ValueError, match="batch_size is 0"):
         next(batches(rows, 0))
+
+
+@given(st.integers(1, 9), st.integers(0, 30))
+def test_rows_are_dealt_once_and_evenly(world, more):
+    rows = [torch.tensor([i]) for i in range(world + more)]
+    hands = [[int(row) for row in deal(rows, rank, world)] for rank in range(world)]
+    assert sorted(itertools.chain(*hands)) == list(range(len(rows)))
+    assert hands[0] == list(range(0, len(rows), world))
+    assert {len(hand) - len(rows) // world for hand in hands} <= {0, 1}
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_fewer_rows_than_ranks_are_refused_on_every_rank(rank):
+    rows = [torch.tensor([i]) for i in range(3)]
+    with pytest.raises(UserError) as caught:
+        deal(rows, rank, 4)
+    (problem,) = caught.value.problems
+    assert problem.what == "3 calibration rows cannot be dealt to 4 ranks"
+    assert problem.cure == "--calib_size 4 or more, or fewer ranks"
+    assert [int(row) for row in deal(rows, 0, 1)] == [0, 1, 2]
 
 
 def test_packed_counts_a_document_that_ends_on_the_cut():

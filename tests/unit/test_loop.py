@@ -1,13 +1,14 @@
-"""The calibration loop: every row once, out of memory halves a batch and counts nothing twice."""
+"""The calibration loop: every row once; out of memory halves a batch, and in lockstep ends the run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import pytest
 import torch
 
-from hf_ptq.data.loop import choose_batch_size, run_calibration
+from hf_ptq.data.loop import Lockstep, choose_batch_size, run_calibration
 from hf_ptq.errors import RunError
 from hf_ptq.report import Report
 
@@ -18,11 +19,13 @@ class Sum:
     """Adds up token ids; what a batch added is kept only when it is committed."""
 
     def __init__(self) -> None:
-        self.total = self.pending = 0
+        self.total = self.pending = self.commits = 0
         self.batches: list[int] = []
+        self.firsts: list[int] = []  # the first id of each batch that went through
 
     def commit(self) -> None:
         self.total, self.pending = self.total + self.pending, 0
+        self.commits += 1
 
     def discard(self) -> None:
         self.pending = 0
@@ -35,18 +38,21 @@ def forward_up_to(limit: int, record: Sum):
         if ids.shape[0] > limit:
             raise torch.OutOfMemoryError("injected")
         record.batches.append(ids.shape[0])
+        record.firsts.append(int(ids[0, 0]))
 
     return forward
 
 
-def rows(count: int) -> list[torch.Tensor]:
-    return [torch.full((4,), i, dtype=torch.int64) for i in range(count)]
+def batches_of(size: int, count: int) -> list[torch.Tensor]:
+    """`count` rows of four tokens, the row's number, in batches of `size`."""
+    rows = torch.arange(count)[:, None].expand(count, 4)
+    return list(rows.split(size))
 
 
 @pytest.mark.parametrize(("limit", "batches"), [(8, [8, 3]), (4, [4, 4, 3]), (3, [2, 2, 2, 2, 2, 1]), (1, [1] * 11)])
 def test_out_of_memory_halves_the_batch(limit: int, batches: list[int]) -> None:
     record, report = Sum(), Report(verbose=False)
-    run_calibration(forward_up_to(limit, record), rows(11), 8, CPU, record, report)
+    run_calibration(forward_up_to(limit, record), batches_of(8, 11), CPU, record, report)
     assert record.total == 4 * sum(range(11))
     assert record.batches == batches
     assert bool(report.warnings) == (limit < 8)
@@ -55,7 +61,52 @@ def test_out_of_memory_halves_the_batch(limit: int, batches: list[int]) -> None:
 def test_one_row_that_does_not_fit_ends_the_run() -> None:
     record = Sum()
     with pytest.raises(RunError, match="--calib_seq"):
-        run_calibration(forward_up_to(0, record), rows(3), 2, CPU, record, Report(verbose=False))
+        run_calibration(forward_up_to(0, record), batches_of(2, 3), CPU, record, Report(verbose=False))
+
+
+# ---- in lockstep
+
+
+def lockstep(forwards: int, record: Sum, idle: list[int]) -> Lockstep:
+    """`idle` gets the number of forwards that were through when each idle one began."""
+
+    @contextmanager
+    def nothing_recorded() -> Iterator[None]:
+        idle.append(len(record.batches))
+        try:
+            yield
+        finally:
+            record.pending = 0
+
+    return Lockstep(forwards, nothing_recorded)
+
+
+@pytest.mark.parametrize("forwards", [3, 4, 7])
+def test_a_rank_out_of_data_goes_on_with_idle_forwards(forwards: int) -> None:
+    record, idle, report = Sum(), [], Report(verbose=False)
+    run_calibration(forward_up_to(4, record), batches_of(4, 11), CPU, record, report, lockstep(forwards, record, idle))
+    assert record.total == 4 * sum(range(11)), "an idle forward adds nothing"
+    assert record.firsts == [0, 4, 8] + [8] * (forwards - 3), "it repeats the last batch"
+    assert idle == list(range(3, forwards)), "and idle are those alone that are not needed here"
+    assert record.commits == forwards, "under expert parallelism the rows of other ranks are kept"
+    assert report.warnings == []
+
+
+@pytest.mark.parametrize(("limit", "sizes", "cure"), [(3, [8, 3], "--batch_size 4"), (0, [1], "lower --calib_seq")])
+def test_out_of_memory_in_lockstep_ends_the_run(limit: int, sizes: list[int], cure: str) -> None:
+    """A rank that halved its batch would run more forwards than the others."""
+    record, idle, report = Sum(), [], Report(verbose=False)
+    forward = forward_up_to(limit, record)
+    with pytest.raises(RunError) as caught:
+        run_calibration(forward, batches_of(sizes[0], sum(sizes)), CPU, record, report, lockstep(9, record, idle))
+    (problem,) = caught.value.problems
+    assert problem.what == f"out of memory in calibration with {sizes[0]} rows a batch: injected"
+    assert problem.cure == cure
+    assert (record.total, record.pending, record.batches, idle) == (0, 0, [], [])
+    assert report.warnings == []
+
+
+# ---- the batch size
 
 
 def test_batch_size_is_arithmetic() -> None:

@@ -49,3 +49,18 @@ def test_reduction_is_one_call_per_kind() -> None:
     statistics.reduce(reducer)
     assert sorted(calls) == [("max", "data", 4), ("max", "expert", 2), ("sum", "data", 1)]
     assert statistics.total("experts").tolist() == [1, 1]
+
+
+def test_sums_stay_exact() -> None:
+    """fp32 loses a count of one beside 2^24; a batch's own values are fp32."""
+    statistics = Statistics(SPECS, CPU)
+    statistics.pending("n")[0] = 2.0**24
+    statistics.commit()
+    for _ in range(3):
+        statistics.pending("n")[0] = 1
+        statistics.commit()
+    assert statistics.total("n").tolist() == [2**24 + 3]
+    assert {key: statistics.total(key).dtype for key in ("n", "a", "experts")} == {
+        "n": torch.float64, "a": torch.float32, "experts": torch.float32,
+    }  # fmt: skip
+    assert statistics.pending("n").dtype == torch.float32

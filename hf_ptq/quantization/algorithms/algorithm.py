@@ -13,9 +13,11 @@ from hf_ptq.quantization.statistics import Statistics, StatisticSpec
 class Algorithm:
     """`statistics`: what the quantizers need; `start`: observers on; `finish`: totals -> ranges, observers off.
 
-    `finish` returns warnings and raises RunError where a range cannot be had.
+    `finish` returns warnings and raises RunError where a range cannot be had. `plan_safe`: what it needs can be had
+    from ranks that see a part of the data and hold a part of the model, and a test has shown it.
     """
 
     statistics: Callable[[Mapping[str, Quantizer]], list[StatisticSpec]]
     start: Callable[[Mapping[str, Quantizer], Statistics], None]
     finish: Callable[[Mapping[str, Quantizer], Statistics], list[str]]
+    plan_safe: bool = False

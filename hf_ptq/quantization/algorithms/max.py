@@ -75,4 +75,4 @@ def _finish(quantizers: Mapping[str, Quantizer], statistics: Statistics) -> list
     return warnings
 
 
-MAX = Algorithm(_statistics, _start, _finish)
+MAX = Algorithm(_statistics, _start, _finish, plan_safe=True)

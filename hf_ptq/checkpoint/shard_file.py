@@ -1,7 +1,6 @@
 """One file of the layout on its way to the disk: made at full size, written at offsets, closed by its last tensor.
 
-Making a file does the same whoever does it and however often, so several ranks may share one without asking each
-other. This file knows positions and bytes; what they are of stands in the `ShardPlan`.
+This file knows positions and bytes; what they are of stands in the `ShardPlan`.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ CURES: dict[int | None, str] = {
 class ShardFile:
     """One shard: created at once, opened by the first of its tensors, closed by the last."""
 
-    def __init__(self, path: Path, plan: ShardPlan, num_tensors: int) -> None:
+    def __init__(self, path: Path, plan: ShardPlan) -> None:
         self.path = path
         self.plan = plan
-        self._left = num_tensors
+        self._left = len(plan.tensors)
         self._descriptor = -1
         self._lock = threading.Lock()
 

@@ -2,8 +2,9 @@
 
 The idea: a safetensors file is an 8-byte length, a JSON header and the tensors' bytes one after the other, so names,
 dtypes and shapes alone fix every file name, every offset and every size. `lay_out` is that pure function. What it
-buys: the number of shards is in the file names from the start, tensors can be written in any order by any thread or
-rank, the room on disk is known exactly, and a tensor that nobody wrote is found by name.
+buys: the number of shards is in the file names from the start, tensors can be written in any order by any thread,
+ranks write files of their own without asking each other, the room on disk is known exactly, and a tensor that nobody
+wrote is found by name.
 
 The arithmetic: file = 8 + header + data, with 8 + header a multiple of 8. Within a file the tensors with wide
 elements come first, so each starts at a multiple of its element size and there are no gaps (the format forbids them).
@@ -16,7 +17,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +59,7 @@ class ShardPlan:
     """One file, known to the byte.
 
     `tensors` stand in file order; `header` is everything before the data (8-byte length and padded JSON); `offsets`
-    are absolute positions in the file; `num_bytes` is the size of the file.
+    are absolute positions in the file; `num_bytes` is the size of the file; `owner` is the rank that writes it.
     """
 
     file: str
@@ -66,22 +67,29 @@ class ShardPlan:
     header: bytes
     offsets: dict[str, int]
     num_bytes: int
+    owner: int = 0
 
 
-def lay_out(tensors: Sequence[TensorPlan], max_shard_bytes: int) -> tuple[ShardPlan, ...]:
+def lay_out(
+    tensors: Sequence[TensorPlan], max_shard_bytes: int, owners: Mapping[str, int] | None = None
+) -> tuple[ShardPlan, ...]:
     """The files of a checkpoint that holds `tensors`, filled greedily in their order.
 
-    A file has at most `max_shard_bytes` unless it holds a single tensor. One file is named model.safetensors, more
-    are model-00001-of-000NN.safetensors. No tensors, no files. ValueError if a name is given twice.
+    `owners`: name -> the rank that writes it (None: rank 0 all); each rank's tensors are in files of its own. A file
+    has at most `max_shard_bytes` unless it holds a single tensor. One file is named model.safetensors, more are
+    model-00001-of-000NN.safetensors. No tensors, no files. ValueError if a name is given twice.
     """
     twice = [name for name, count in Counter(t.name for t in tensors).items() if count > 1]
     if twice or any(t.name == "__metadata__" for t in tensors):
         raise ValueError(f"tensor names must be unique and not __metadata__; given twice: {twice[:10]}")
-    batches = _fill(tensors, max_shard_bytes)
+    by_owner: dict[int, list[TensorPlan]] = {}
+    for tensor in tensors:
+        by_owner.setdefault(owners[tensor.name] if owners else 0, []).append(tensor)
+    batches = [(owner, batch) for owner, own in sorted(by_owner.items()) for batch in _fill(own, max_shard_bytes)]
     if len(batches) == 1:
-        return (_shard(SINGLE_NAME, batches[0]),)
+        return (_shard(SINGLE_NAME, batches[0][1], batches[0][0]),)
     names = (f"model-{number:05d}-of-{len(batches):05d}.safetensors" for number in range(1, len(batches) + 1))
-    return tuple(_shard(name, batch) for name, batch in zip(names, batches, strict=True))
+    return tuple(_shard(name, batch, owner) for name, (owner, batch) in zip(names, batches, strict=True))
 
 
 def index_json(shards: Iterable[ShardPlan]) -> dict[str, Any]:
@@ -108,7 +116,7 @@ def _fill(tensors: Sequence[TensorPlan], max_shard_bytes: int) -> list[list[Tens
     return batches
 
 
-def _shard(file: str, tensors: Iterable[TensorPlan]) -> ShardPlan:
+def _shard(file: str, tensors: Iterable[TensorPlan], owner: int) -> ShardPlan:
     """Order the tensors of one file and place them."""
     ordered = sorted(tensors, key=lambda t: -DTYPE_BITS[t.dtype])  # stable: ties stay in the caller's order
     ends: list[int] = []
@@ -119,7 +127,7 @@ def _shard(file: str, tensors: Iterable[TensorPlan]) -> ShardPlan:
     header = len(text).to_bytes(8, "little") + text
     starts = [0, *ends][: len(ordered)]
     offsets = {tensor.name: len(header) + start for tensor, start in zip(ordered, starts, strict=True)}
-    return ShardPlan(file, tuple(ordered), header, offsets, len(header) + (ends[-1] if ends else 0))
+    return ShardPlan(file, tuple(ordered), header, offsets, len(header) + (ends[-1] if ends else 0), owner)
 
 
 def _header_json(tensors: Sequence[TensorPlan], ends: Sequence[int]) -> bytes:

@@ -2,8 +2,7 @@
 
 The idea: `shards.lay_out` fixed where each tensor's bytes go, so writing one is a `pwrite` at its offset and nothing
 else: no tensor waits for another, nothing is kept until a shard is full, and the files have their size and header
-from the first moment. Opening and sizing a file does the same whoever does it, so ranks may share one layout without
-asking each other; each then names the tensors it will write.
+from the first moment. Ranks share one layout without asking each other; each writes the files that are its own.
 
 How: tensors are handed to a pool of threads in batches of a few MB (a hand-over per tensor would cost more than
 writing a small one) and written piece by piece. `write` blocks while more than `max_queued_bytes` wait. A CUDA tensor
@@ -20,7 +19,7 @@ from __future__ import annotations
 import threading
 import time
 import zlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,9 +43,8 @@ MAX_NAMED = 20  # tensor names in one message
 class ShardWriter:
     """Writes the tensors of a layout into `directory`, which exists; use it as a context manager.
 
-    `names`: the tensors this writer is responsible for; None means all. Files that hold none of them are not touched.
-    Leaving the `with` block before `finish` has returned drops what is queued and closes the files (`abort`).
-    `fsync_seconds` is set by `finish`.
+    `shards`: the files that this writer is responsible for. Leaving the `with` block before `finish` has returned drops
+    what is queued and closes the files (`abort`). `fsync_seconds` is set by `finish`.
     """
 
     def __init__(
@@ -55,7 +53,6 @@ class ShardWriter:
         shards: Sequence[ShardPlan],
         threads: int = 4,
         max_queued_bytes: int = 256 << 20,
-        names: Collection[str] | None = None,
     ) -> None:
         self.fsync_seconds = 0.0
         self._max_queued = max_queued_bytes
@@ -71,14 +68,11 @@ class ShardWriter:
         self._error: BaseException | None = None
         self._stopped = False
         self._staging = CudaStaging(min(PINNED_BYTES, max(1, max_queued_bytes // threads)))
-        wanted = None if names is None else set(names)
         for shard in shards:
-            own = [t for t in shard.tensors if wanted is None or t.name in wanted]
-            if own:
-                file = ShardFile(directory / shard.file, shard, len(own))
-                file.create()
-                self._files.append(file)
-                self._pending.update((t.name, (file, t)) for t in own)
+            file = ShardFile(directory / shard.file, shard)
+            file.create()
+            self._files.append(file)
+            self._pending.update((t.name, (file, t)) for t in shard.tensors)
         self._own = frozenset(self._pending)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="shard-writer")
 

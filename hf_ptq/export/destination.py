@@ -25,6 +25,7 @@ import re
 import shutil
 import socket
 import tempfile
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
@@ -55,7 +56,7 @@ def check_export_path(path: Path, source_dir: Path | None, overwrite: bool) -> l
     taken = _taken(final, overwrite)
     if taken:
         return [taken]
-    home = _nearest_directory(final if _goes_inside(final) else final.parent)
+    home = nearest_directory(final if _goes_inside(final) else final.parent)
     reason = f"{home} is no directory" if not home.is_dir() else _cannot_write(home)
     return [Problem(f"--export_path {path} cannot be written: {reason}", "take another path")] if reason else []
 
@@ -65,7 +66,7 @@ def check_room(path: Path, needed_bytes: int) -> list[Problem]:
 
     An earlier export at `path` does not count as free: it stays until the new one is complete.
     """
-    home = _nearest_directory(path.expanduser().resolve())
+    home = nearest_directory(path.expanduser().resolve())
     room = os.statvfs(home)
     free_bytes = room.f_bavail * room.f_frsize
     if free_bytes >= needed_bytes or room.f_blocks == 0:  # some network file systems do not say
@@ -143,7 +144,7 @@ def _read_object(path: Path) -> dict:
     return data if isinstance(data, dict) else {}
 
 
-def _nearest_directory(path: Path) -> Path:
+def nearest_directory(path: Path) -> Path:
     """`path`, or its nearest ancestor that exists."""
     return next(p for p in (path, *path.parents) if _exists(p))
 
@@ -300,9 +301,12 @@ class Destination:
 
     def _remove(self, directory: Path) -> None:
         """Delete a directory of ours; what cannot be deleted is a warning, the export is not in danger."""
-        shutil.rmtree(directory, ignore_errors=True)
-        if directory.exists():
-            self._report.warn(f"{directory} could not be removed wholly; remove it by hand")
+        for _ in range(3):  # other ranks may be writing their last file
+            shutil.rmtree(directory, ignore_errors=True)
+            if not directory.exists():
+                return
+            time.sleep(0.2)
+        self._report.warn(f"{directory} could not be removed wholly; remove it by hand")
 
     def _remove_parents(self) -> None:
         """Remove the directories that were made for the temporary, if they are empty."""

@@ -5,6 +5,10 @@ format, made from the weight in memory; everything else is the source's bytes, c
 written is planned before any weight exists (`plan_tensors`). Weights are encoded part by part, so that temporaries
 stay small; the error made is measured in the same pass, and the rounded weight can be left in the model's place, so
 that a preview computes with exactly what is on disk. Weight ranges never depend on calibration data.
+
+Over several ranks each encodes and writes its share (share.py). Experts are encoded where they are. A dense weight that
+is spread over the ranks is gathered with its unit, since its range is that of the whole fused group, and its rounded
+rows go back to where they came from.
 """
 
 from __future__ import annotations
@@ -20,6 +24,8 @@ from hf_ptq.checkpoint.shards import TensorPlan
 from hf_ptq.checkpoint.slices import SourceReader
 from hf_ptq.checkpoint.source import Source
 from hf_ptq.checkpoint.writer import ShardWriter
+from hf_ptq.export.share import Share
+from hf_ptq.model.sharding import full_of, local_of
 from hf_ptq.model.units import Unit
 from hf_ptq.model.views import WEIGHT
 from hf_ptq.quantization.assignment import Assignment, QuantizedWeight
@@ -29,7 +35,8 @@ from hf_ptq.quantization.formats.description import NumberFormat
 from hf_ptq.quantization.formats.fp8 import scale_of
 from hf_ptq.quantization.quantizer import Quantizer
 
-PART_ELEMENTS = 1 << 24  # elements encoded at a time: 64 MiB of fp32 per temporary
+PART_ELEMENTS = 1 << 24  # elements encoded at a time: 64 MiB of fp32 per temporary,
+CPU_PART_ELEMENTS = 1 << 22  # and 16 MiB on a CPU, which has nothing to gain from more
 INPUT_SCALE = "input_scale"
 Index = tuple[slice, ...]
 
@@ -97,29 +104,97 @@ def has_input_scale(number_format: NumberFormat | None) -> bool:
 
 @torch.no_grad()
 def quantize_unit(
-    unit: Unit, model: nn.Module, assignment: Assignment, writer: ShardWriter, reader: SourceReader, keep_rounded: bool
+    unit: Unit,
+    model: nn.Module,
+    assignment: Assignment,
+    share: Share,
+    writer: ShardWriter,
+    reader: SourceReader,
+    keep_rounded: bool,
 ) -> list[WeightError]:
-    """Encode the unit's quantized weights and queue all of its tensors but the input scales for writing.
+    """Encode the unit's quantized weights and queue this rank's share of all tensors but the input scales for writing.
 
-    `keep_rounded`: leave decode(encode(w)) in the model instead of w. Weights are finite (model/finite.py).
+    `keep_rounded`: leave decode(encode(w)) in the model instead of w. Weights are finite (model/finite.py). Every rank
+    calls it, for the same units in the same order.
     """
-    inside = set(unit.tensors)
-    weights = [q for q in assignment.quantized if q.view.modules[0] + WEIGHT in inside]
+    weights = weights_of(unit, assignment)
     quantized = {module + WEIGHT for q in weights for module in q.view.modules}
     for name in unit.tensors:
-        if name not in quantized:
+        if name not in quantized and share.writes(name):
             entry = reader.source.tensors[name]
             writer.copy(name, reader.path(entry), entry.offset)
-    parameters = {q: q.view.of(model.get_parameter(q.view.parameter)) for q in weights}
-    ranges = _weight_ranges(parameters)
+    values = {q: q.view.of(_whole(model.get_parameter(q.view.parameter), q)) for q in weights}
+    ranges = _weight_ranges(values)
     errors: list[WeightError] = []
-    for weight, tensor in parameters.items():
-        encoded, signal, noise = _encode(codecs()[weight.weight.name], tensor, ranges[weight], keep_rounded)
-        _write_weight(weight, encoded, writer)
-        modules, kind = weight.view.modules, weight.view.leaf
-        sums = torch.stack([signal, noise]).tolist()
-        errors += [WeightError(m, kind, weight.weight.name, s, n) for m, s, n in zip(modules, *sums, strict=True)]
+    for weight, tensor in values.items():
+        errors += _quantize_weight(weight, tensor, ranges[weight], share, writer, keep_rounded)
+        if keep_rounded and share.is_cut(weight.view):
+            _round_rows(weight, model.get_parameter(weight.view.parameter), ranges[weight], share)
     return errors
+
+
+def weights_of(unit: Unit, assignment: Assignment) -> list[QuantizedWeight]:
+    """The unit's quantized weights."""
+    inside = set(unit.tensors)
+    return [q for q in assignment.quantized if q.view.modules[0] + WEIGHT in inside]
+
+
+def written_modules(weight: QuantizedWeight, share: Share) -> tuple[str, ...]:
+    """The modules of a weight view whose tensors this rank writes."""
+    view = weight.view
+    if view.is_stacked:
+        written = share.written_modules(view)
+        return view.modules[written.start : written.stop]
+    first = next(iter(codecs()[weight.weight.name].layout(view.shape)))  # all tensors of a module go the same way
+    return view.modules if share.writes(f"{view.modules[0]}.{first}") else ()
+
+
+def _whole(parameter: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
+    """The experts that are here, or the whole of a dense weight."""
+    return local_of(parameter) if weight.view.is_stacked else full_of(parameter)
+
+
+def _quantize_weight(
+    weight: QuantizedWeight,
+    tensor: torch.Tensor,
+    amax: torch.Tensor,
+    share: Share,
+    writer: ShardWriter,
+    keep_rounded: bool,
+) -> list[WeightError]:
+    """Encode one weight, or the experts of a stack that are here, and write what is this rank's to write."""
+    view, modules = weight.view, written_modules(weight, share)
+    keep_rounded = keep_rounded and not share.is_cut(view)
+    if not modules and not keep_rounded:
+        return []
+    part = slice(None)
+    if view.is_stacked:
+        held, written = share.held_modules(view), share.written_modules(view)
+        part = slice(written.start - held.start, written.stop - held.start)
+        if not keep_rounded:
+            tensor, amax, part = tensor[part], amax[part], slice(None)
+    encoded, signal, noise = _encode(codecs()[weight.weight.name], tensor, amax, keep_rounded)
+    if not modules:
+        return []
+    for local, stored in encoded.items():
+        writer.write_stack(
+            [f"{module}.{local}" for module in modules], stored[part] if view.is_stacked else stored[None]
+        )
+    sums = torch.stack([signal, noise])[:, part].tolist()
+    kind, name = view.leaf, weight.weight.name
+    return [WeightError(m, kind, name, s, n) for m, s, n in zip(modules, *sums, strict=True)]
+
+
+def _round_rows(weight: QuantizedWeight, parameter: torch.Tensor, amax: torch.Tensor, share: Share) -> None:
+    """Leave the rounded weight in the rows that are here: below the range, a format's scales are of parts of a row."""
+    rows = share.held[weight.view.parameter]
+    if rows:
+        _encode(
+            codecs()[weight.weight.name],
+            local_of(parameter),
+            amax[rows.start : rows.stop] if amax.dim() else amax,
+            True,
+        )
 
 
 def _weight_ranges(parameters: Mapping[QuantizedWeight, torch.Tensor]) -> dict[QuantizedWeight, torch.Tensor]:
@@ -128,8 +203,9 @@ def _weight_ranges(parameters: Mapping[QuantizedWeight, torch.Tensor]) -> dict[Q
     shared: dict[str, torch.Tensor] = {}
     for weight, amax in ranges.items():
         if weight.weight.is_shared:
-            shared[weight.group] = torch.maximum(shared[weight.group], amax) if weight.group in shared else amax
-    return {q: shared[q.group] if q.weight.is_shared else amax for q, amax in ranges.items()}
+            most = shared.get(weight.group, amax)
+            shared[weight.group] = torch.maximum(most, amax.to(most.device))
+    return {q: shared[q.group].to(amax.device) if q.weight.is_shared else amax for q, amax in ranges.items()}
 
 
 def _amax(tensor: torch.Tensor, number_format: NumberFormat) -> torch.Tensor:
@@ -149,7 +225,7 @@ def _encode(
     matrices = tensor.shape[0] if tensor.dim() == 3 else 1
     signal = torch.zeros(matrices, dtype=torch.float64, device=device)
     noise = torch.zeros_like(signal)
-    for index in _parts(tuple(tensor.shape)):
+    for index in _parts(tuple(tensor.shape), CPU_PART_ELEMENTS if device.type == "cpu" else PART_ELEMENTS):
         part = tensor[index]
         tensors = codec.encode(part, amax[index[: amax.dim()]])
         for local, values in tensors.items():
@@ -165,14 +241,14 @@ def _encode(
     return encoded, signal, noise
 
 
-def _parts(shape: tuple[int, ...]) -> Iterator[Index]:
+def _parts(shape: tuple[int, ...], elements: int) -> Iterator[Index]:
     """Indices that cut [out, in] into blocks of rows and [experts, out, in] into blocks of experts or of rows."""
     matrix = shape[-2] * shape[-1]
-    if len(shape) == 3 and matrix <= PART_ELEMENTS:
-        step = max(1, PART_ELEMENTS // max(1, matrix))
+    if len(shape) == 3 and matrix <= elements:
+        step = max(1, elements // max(1, matrix))
         yield from ((slice(start, start + step), slice(None)) for start in range(0, shape[0], step))
         return
-    step = max(1, PART_ELEMENTS // max(1, shape[-1]))
+    step = max(1, elements // max(1, shape[-1]))
     rows = [slice(start, start + step) for start in range(0, shape[-2], step)]
     if len(shape) == 2:
         yield from ((r,) for r in rows)
@@ -180,20 +256,13 @@ def _parts(shape: tuple[int, ...]) -> Iterator[Index]:
         yield from ((slice(e, e + 1), r) for e in range(shape[0]) for r in rows)
 
 
-def _write_weight(weight: QuantizedWeight, encoded: Tensors, writer: ShardWriter) -> None:
-    modules = weight.view.modules
-    for local, tensor in encoded.items():
-        names = [f"{module}.{local}" for module in modules]
-        writer.write_stack(names, tensor if weight.view.is_stacked else tensor[None])
-
-
 # --- input scales --------------------------------------------------------------------------------
 
 
 def write_input_scales(
-    assignment: Assignment, quantizers: Mapping[str, Quantizer], writer: ShardWriter
+    assignment: Assignment, quantizers: Mapping[str, Quantizer], share: Share, writer: ShardWriter
 ) -> dict[str, float]:
-    """Write every static activation scale; returns input key -> scale."""
+    """Write this rank's share of the static activation scales; returns input key -> scale, of all."""
     static = [q for q in assignment.quantized if has_input_scale(q.input)]
     keys = dict.fromkeys(q.input_key for q in static)
     if not keys:
@@ -201,7 +270,7 @@ def write_input_scales(
     scales = {key: _input_scale(quantizers[key]) for key in keys}
     host = dict(zip(keys, torch.stack(list(scales.values())).cpu(), strict=True))
     for weight in static:
-        names = [f"{module}.{INPUT_SCALE}" for module in weight.view.modules]
+        names = [n for module in weight.view.modules if share.writes(n := f"{module}.{INPUT_SCALE}")]
         writer.write_stack(names, host[weight.input_key].repeat(len(names)))
     return {key: float(scale) for key, scale in host.items()}
 
@@ -212,8 +281,10 @@ def _input_scale(quantizer: Quantizer) -> torch.Tensor:
     return scale
 
 
-def write_kv_scales(assignment: Assignment, quantizers: Mapping[str, Quantizer], writer: ShardWriter) -> list[str]:
-    """Write the scales of a calibrated KV cache, amax / 448 whatever its format; returns warnings.
+def write_kv_scales(
+    assignment: Assignment, quantizers: Mapping[str, Quantizer], share: Share, writer: ShardWriter
+) -> list[str]:
+    """Write this rank's share of the scales of a calibrated KV cache, amax / 448 whatever its format; returns warnings.
 
     Latent attention has one range for keys and values, which are computed from the same cache.
     """
@@ -224,7 +295,8 @@ def write_kv_scales(assignment: Assignment, quantizers: Mapping[str, Quantizer],
     ranges = torch.stack([_range(q) for pair in quantizer_of for q in pair]).cpu().view(-1, 2)
     for layer, pair in zip(layers, scale_of(ranges), strict=True):
         for name, scale in zip(_kv_names(layer), pair, strict=True):
-            writer.write(name, scale)
+            if share.writes(name):
+                writer.write(name, scale)
     dead = [layer for layer, pair in zip(layers, ranges.tolist(), strict=True) if 0 in pair]
     return [f"keys or values of {layer} were zero in every calibration token; their scale is 1.0" for layer in dead]
 

@@ -10,7 +10,8 @@ memory while writing, and an `Expectation`. Held against them, as read back from
     scales    finite and above zero: all small ones, the others as far as they are read for their checksum
     config    both files hold what was to be written, agree, and exclude what is unquantized, for every server
 
-All problems are collected and raised at once. Pages are dropped from the cache first where they are on the disk
+Over several ranks each looks at the files that it wrote, and the first at what they make together. All problems are
+collected and raised at once. Pages are dropped from the cache first where they are on the disk
 already, so that it is the disk that is read. This file does not know the formats: the caller says which tensors are
 scales, and samples.py judges what the weights decode to.
 """
@@ -64,22 +65,23 @@ class Expectation:
 
 
 def verify_export(
-    directory: Path, shards: Sequence[ShardPlan], checksums: Mapping[str, int], expectation: Expectation, report: Report
+    directory: Path,
+    shards: Sequence[ShardPlan],
+    checksums: Mapping[str, int],
+    expectation: Expectation,
+    report: Report,
+    rank: int = 0,
 ) -> None:
-    """Raise RunError with everything that is wrong with the export in `directory`.
+    """Raise RunError with everything that is wrong with the export in `directory`, as far as it is `rank`'s to see.
 
-    `checksums`: CRC-32 of each planned tensor. Says and records (section "verified") how much was read back.
+    `checksums`: CRC-32 of each tensor that `rank` wrote. Says and records (section "verified") how much was read back.
     """
-    files = {str(path) for path in _expected_files(shards, expectation)}
+    scales = frozenset(expectation.scales)
+    problems = _problems_of_the_whole(directory, shards, expectation, scales) if rank == 0 else []
+    shards = [shard for shard in shards if shard.owner == rank]
     damaged = {shard.file: list(_file_problems(directory, shard)) for shard in shards}
     whole = [shard for shard in shards if not damaged[shard.file]]
-    problems = _limited(_file_set_problems(directory, files))
     problems += _limited(line for lines in damaged.values() for line in lines)
-    problems += _index_problems(directory, shards)
-    problems += _limited(_config_problems(directory, expectation))
-    scales = frozenset(expectation.scales)
-    planned = {tensor.name for _, tensor in _all_tensors(shards)}
-    problems += _limited(f"{name}: a scale that the layout does not have" for name in sorted(scales - planned))
     wanted = _chosen(whole, scales)
     problems += _limited(_read_back(directory, wanted, checksums, scales, report))
     if problems:
@@ -89,6 +91,18 @@ def verify_export(
     count = f"{len(wanted)} of {sum(len(shard.tensors) for shard in shards)} tensors"
     report.say(f"verified: {len(shards)} headers; {count}, {share:.0f} % of the bytes, read back; both config files")
     report.record("verified", {"shards": len(shards), "tensors": len(wanted), "bytes": num_bytes, "percent": share})
+
+
+def _problems_of_the_whole(
+    directory: Path, shards: Sequence[ShardPlan], expectation: Expectation, scales: frozenset[str]
+) -> list[str]:
+    """The set of files, the index and both configurations."""
+    files = {str(path) for path in _expected_files(shards, expectation)}
+    problems = _limited(_file_set_problems(directory, files))
+    problems += _index_problems(directory, shards)
+    problems += _limited(_config_problems(directory, expectation))
+    planned = {tensor.name for _, tensor in _all_tensors(shards)}
+    return problems + _limited(f"{name}: a scale that the layout does not have" for name in sorted(scales - planned))
 
 
 # --- files, headers, index -------------------------------------------------------------------------
@@ -104,9 +118,9 @@ def _expected_files(shards: Sequence[ShardPlan], expectation: Expectation) -> It
 
 
 def _file_set_problems(directory: Path, files: set[str]) -> Iterator[str]:
-    """Files that are missing (of shards their own check says so) and files that nobody planned."""
+    """Files that are missing and files that nobody planned."""
     there = {str(path.relative_to(directory)) for path in directory.rglob("*") if not path.is_dir()}
-    yield from (f"{name}: missing" for name in sorted(files - there) if not name.endswith(".safetensors"))
+    yield from (f"{name}: missing" for name in sorted(files - there))
     yield from (f"{name}: no part of the export" for name in sorted(there - files - {REPORT_FILE}))
 
 
@@ -114,8 +128,7 @@ def _file_problems(directory: Path, shard: ShardPlan) -> Iterator[str]:
     """A shard's size and header against its plan."""
     path = directory / shard.file
     if not path.is_file():
-        yield f"{shard.file}: missing"
-        return
+        return  # told with the set of files
     size = path.stat().st_size
     if size != shard.num_bytes:
         yield f"{shard.file}: has {size} bytes, the layout has {shard.num_bytes}"

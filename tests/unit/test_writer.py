@@ -168,22 +168,35 @@ def test_files_have_header_and_size_before_any_tensor(tmp_path):
 
 
 def test_two_writers_share_a_layout(tmp_path):
+    """Each makes and writes the files that are its own, and knows no tensor of the other's."""
     tensors = {f"t{i}": torch.full((100,), i, dtype=torch.uint8) for i in range(10)}
-    shards = lay_out([plan_of(n, t) for n, t in tensors.items()], 600)
-    even, odd = list(tensors)[::2], list(tensors)[1::2]
-    with ShardWriter(tmp_path, shards, names=even) as first:
-        for name in even:
-            first.write(name, tensors[name])
-        sums = first.finish(durable=False)
-    with ShardWriter(tmp_path, shards, names=odd) as second:  # opens the same files again
-        for name in odd:
-            second.write(name, tensors[name])
-        sums |= second.finish(durable=False)
-        with pytest.raises(RunError, match="closed"):
-            second.write(odd[0], tensors[odd[0]])
+    owners = {name: number % 2 for number, name in enumerate(tensors)}
+    shards = lay_out([plan_of(n, t) for n, t in tensors.items()], 600, owners)
+    assert [shard.owner for shard in shards] == [0, 0, 1, 1]
+    sums = {}
+    for rank in (1, 0):
+        own = [shard for shard in shards if shard.owner == rank]
+        with ShardWriter(tmp_path, own) as out:
+            assert {path.name for path in tmp_path.iterdir()} == {s.file for s in shards if s.owner >= rank}
+            with pytest.raises(RunError, match=f"t{1 - rank}: not among the tensors that this writer was to write"):
+                out.write(f"t{1 - rank}", tensors[f"t{1 - rank}"])
+            for name in (name for name, owner in owners.items() if owner == rank):
+                out.write(name, tensors[name])
+            sums |= out.finish(durable=False)
+            with pytest.raises(RunError, match="closed"):
+                out.write(f"t{rank}", tensors[f"t{rank}"])
     assert set(sums) == set(tensors)
     for name, seen in read_all(tmp_path, shards).items():
         assert torch.equal(seen, tensors[name])
+        assert sums[name] == zlib.crc32(raw(tensors[name]))
+
+
+def test_a_writer_without_files_has_nothing_to_do(tmp_path):
+    """A rank may own nothing."""
+    with ShardWriter(tmp_path, []) as out:
+        out.write_stack([], torch.zeros(0, 3))
+        assert out.finish(durable=True) == {}
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_missing_and_doubled_tensors_are_named_together(tmp_path):

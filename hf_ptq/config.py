@@ -17,6 +17,8 @@ from hf_ptq.errors import Problem, UserError
 
 DEVICE_PATTERN = re.compile(r"auto|cpu|cuda(:\d+)?")
 EXPERTS_IMPLEMENTATIONS = ("grouped_mm", "eager")
+DENSE_CHOICES = ("replicated", "fsdp")
+LONGEST_MINUTES = 7 * 24 * 60
 # Decimal units as in transformers' max_shard_size; the binary ones are spelled with an i.
 SIZE_UNITS: dict[str, int] = {
     "": 1,
@@ -63,8 +65,26 @@ class RunConfig:
     device: str = "auto"
     """auto | cpu | cuda | cuda:N."""
     attn_implementation: str | None = None
-    experts_implementation: str = "grouped_mm"
-    """Kernel that runs the routed experts: grouped_mm | eager."""
+    experts_implementation: str | None = None
+    """Kernel that runs the routed experts: grouped_mm | eager; None: grouped_mm."""
+    ep_degree: int | None = None
+    """Ranks that hold one copy of the routed experts together; None: chosen by the plan."""
+    dense: str | None = None
+    """What becomes of the rest in an expert-parallel run: replicated | fsdp; None: chosen by the plan."""
+    use_fsdp2: bool = False
+    """Shard every weight over the ranks."""
+    timeout_minutes: float = 30.0
+    """How long a rank waits for the others."""
+    use_seq_device_map: bool = False
+    """Fill one device after the other, where one process spreads a model over several."""
+    gpu_max_mem_percentage: float | None = None
+    """Share of each GPU's free memory that weights may take, 0 to 1; None: 0.8, or all under `max_gpu_memory_gb`."""
+    max_gpu_memory_gb: float | None = None
+    """GB (10^9 bytes) of weights on each GPU."""
+    max_cpu_memory_gb: float | None = None
+    """GB of weights in host memory; None: none beside a GPU, unless there is a folder too."""
+    offload_folder: Path | None = None
+    """Directory of the weights that no device has room for."""
     report_html: Path | None = None
     """A page with the errors of all layers and the experts' load as plots."""
     trust_remote_code: bool = False
@@ -75,7 +95,22 @@ class RunConfig:
 
     def problems(self) -> list[Problem]:
         """Every rule of the options that this request breaks; empty for a sound one."""
-        return [*self._about_model_and_device(), *self._about_numbers()]
+        return [*self._about_model_and_device(), *self._about_numbers(), *self._about_device_maps()]
+
+    def device_map_options(self) -> list[str]:
+        """The options given that spread the model of one process over devices."""
+        given = {
+            "--use_seq_device_map": self.use_seq_device_map or None,
+            "--gpu_max_mem_percentage": self.gpu_max_mem_percentage,
+            "--max_gpu_memory_gb": self.max_gpu_memory_gb,
+            "--max_cpu_memory_gb": self.max_cpu_memory_gb,
+            "--offload_folder": self.offload_folder,
+        }
+        return [flag for flag, value in given.items() if value is not None]
+
+    def gpu_options(self) -> list[str]:
+        """Those of them that are about GPUs."""
+        return [flag for flag in self.device_map_options() if flag not in ("--max_cpu_memory_gb", "--offload_folder")]
 
     def _about_model_and_device(self) -> Iterator[Problem]:
         if not self.model:
@@ -85,9 +120,11 @@ class RunConfig:
                 f"--revision {self.revision} names a version on the hub, but --model {self.model} is local",
                 "leave --revision out, or give a hub id",
             )
-        if self.experts_implementation not in EXPERTS_IMPLEMENTATIONS:
+        if self.experts_implementation not in (None, *EXPERTS_IMPLEMENTATIONS):
             known = " or ".join(EXPERTS_IMPLEMENTATIONS)
             yield Problem(f"--experts_implementation {self.experts_implementation!r} is not known", f"use {known}")
+        if self.dense not in (None, *DENSE_CHOICES):
+            yield Problem(f"--dense {self.dense!r} is not known", f"use {' or '.join(DENSE_CHOICES)}")
         if not DEVICE_PATTERN.fullmatch(self.device):
             yield Problem(f"--device {self.device!r} is no device", "use auto, cpu, cuda or cuda:N")
 
@@ -97,10 +134,30 @@ class RunConfig:
             ("--batch_size", self.batch_size, 0, "it is the number of rows in a batch; 0 lets hf-ptq choose"),
             ("--max_shard_size", self.max_shard_bytes, 1, "it is the size of a file of the export, such as 5GB"),
             ("--seed", self.seed, 0, "give a whole number from 0 on"),
+            ("--ep_degree", self.ep_degree, 1, "it is the number of ranks that share the experts; 1 shares none"),
         )
         for flag, value, minimum, cure in minima:
-            if value < minimum:
+            if value is not None and value < minimum:
                 yield Problem(f"{flag} {value} is less than {minimum}", cure)
+        if not 0 < self.timeout_minutes <= LONGEST_MINUTES:
+            what = f"--timeout_minutes {self.timeout_minutes:g} is no time to wait"
+            yield Problem(what, f"give minutes above 0, at most {LONGEST_MINUTES} (a week)")
+
+    def _about_device_maps(self) -> Iterator[Problem]:
+        share = self.gpu_max_mem_percentage
+        if share is not None and not 0 < share <= 1:
+            yield Problem(f"--gpu_max_mem_percentage {share:g} is not above 0 and at most 1", "0.8 stands for 80 %")
+        sizes = {"--max_gpu_memory_gb": self.max_gpu_memory_gb, "--max_cpu_memory_gb": self.max_cpu_memory_gb}
+        for flag, size in sizes.items():
+            if size is not None and not 0 < size < float("inf"):
+                yield Problem(f"{flag} {size:g} is no size", "give GB (10^9 bytes) above 0")
+        if self.offload_folder is not None and self.offload_folder.exists() and not self.offload_folder.is_dir():
+            yield Problem(f"--offload_folder {self.offload_folder} is a file", "name a directory; it may be a new one")
+        if self.device == "cpu" and self.gpu_options():
+            yield Problem(f"--device cpu uses no GPU, {', '.join(self.gpu_options())} can do nothing", "leave one out")
+        if self.use_fsdp2 and self.device_map_options():
+            given = ", ".join(self.device_map_options())
+            yield Problem(f"--use_fsdp2 shards over ranks, {given} spread within one process", "leave one out")
 
 
 def parse_size(text: str) -> int:

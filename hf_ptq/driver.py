@@ -2,13 +2,15 @@
 
 Load, quantize and export are functions of one unit; a driver is only the order of the calls. (A streaming driver
 will run all steps per unit.) Encoding a unit queues its tensors for writing and goes on, so that the disk works while
-the next unit is encoded, and while the second preview runs.
+the next unit is encoded, and while the second preview runs. All ranks go through the same units in the same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,16 +19,23 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_ptq.checkpoint.slices import SourceReader
 from hf_ptq.checkpoint.source import Source
 from hf_ptq.checkpoint.writer import ShardWriter
-from hf_ptq.data.loop import choose_batch_size, run_calibration
-from hf_ptq.data.rows import CalibrationData
-from hf_ptq.distributed.plan import free_bytes
-from hf_ptq.export.tensors import WeightError, quantize_unit
+from hf_ptq.data.loop import Lockstep, choose_batch_size, run_calibration
+from hf_ptq.data.rows import CalibrationData, batches
+from hf_ptq.distributed.agreement import least, most, reduce_over_ranks, together
+from hf_ptq.distributed.plan import Plan, free_bytes
+from hf_ptq.distributed.process_group import DistributedState
+from hf_ptq.export.share import Share
+from hf_ptq.export.tensors import WeightError, quantize_unit, weights_of, written_modules
 from hf_ptq.model.build import MetaModel, finish_loading
-from hf_ptq.model.experts import takes_registry
+from hf_ptq.model.device_map import Offloaded, brought, by_place, dispatch, offload, places_to_fill, release
+from hf_ptq.model.experts import no_tokens, takes_registry
 from hf_ptq.model.fill import Filler
 from hf_ptq.model.finite import refuse_nonfinite
+from hf_ptq.model.sharding import reshard, shard_model
 from hf_ptq.model.units import Unit
+from hf_ptq.model.views import weight_views
 from hf_ptq.quantization.algorithms import ALGORITHMS
+from hf_ptq.quantization.apply import attach_quantizers, not_observing
 from hf_ptq.quantization.assignment import Assignment
 from hf_ptq.quantization.coverage import LayerCoverage, by_layer, expert_coverage, starved_warning
 from hf_ptq.quantization.quantizer import Quantizer
@@ -45,75 +54,145 @@ class Job:
     units: tuple[Unit, ...]
     assignment: Assignment
     algorithm: str
-    device: torch.device
+    state: DistributedState
+    plan: Plan
+    data: CalibrationData | None
     tokenizer: PreTrainedTokenizerBase | None
+    offloaded: Offloaded = field(default_factory=Offloaded)  # what a device map keeps outside of the model
 
     @property
     def model(self) -> PreTrainedModel:
         """The model: on meta first, filled by `load`."""
         return self.meta.model
 
+    def release(self) -> None:
+        """The model has done its work: what a device map keeps outside of it is given back."""
+        release(self.model, self.plan, self.offloaded)
 
-def load(job: Job, reader: SourceReader, report: Report) -> None:
-    """Fill the model unit by unit; raises RunError naming tensors that hold NaN or infinity."""
-    views = {module: q.view for module, q in job.assignment.by_module.items()}
+
+def lay_out(job: Job, owners: Mapping[str, int]) -> Share:
+    """Put the plan into the model, which is on meta; what this rank holds of it. `owners`: as `export.share` has it."""
+    held = together(job.state, "lay out the model", lambda: shard_model(job.meta, job.plan, job.state))
+    return Share(job.state.rank, job.plan, owners, held)
+
+
+def load(job: Job, share: Share, reader: SourceReader, report: Report) -> None:
+    """Fill this rank's share of the model unit by unit; raises RunError naming tensors that hold NaN or infinity."""
+    views = weight_views(job.meta.placements, job.source.tensors, job.meta.stacking)
+    view_of = {module: view for view in views for module in view.modules}
     built = [unit for unit in job.units if not unit.is_carried]
-    total = sum(job.source.tensors[name].num_bytes for unit in built for name in unit.tensors)
-    with report.progress("load", total, "bytes") as advance, Filler(job.meta, reader, job.device) as filler:
-        for unit in filler.fill(built, advance):
-            refuse_nonfinite(unit, job.model, job.meta.placements, views)
-        finish_loading(job.meta, job.device)
+    places = places_to_fill(job.meta, job.plan)
+    read_ahead = 0 if job.plan.offload_folder is not None else None  # one unit in memory, until it is in the folder
+
+    def fill() -> None:
+        with Filler(
+            job.meta, reader, job.state.device, held=share.held, places=places, read_ahead=read_ahead
+        ) as filler:
+            total = filler.total_bytes(built)
+            with report.progress("load", total, "bytes") as advance:
+                for unit in filler.fill(built, advance):
+                    for part in by_place(unit, job.meta, places):
+                        refuse_nonfinite(part, job.model, job.meta.placements, view_of, share.held)
+                    offload(unit, job.meta, job.plan, job.offloaded)
+                finish_loading(job.meta, job.state.device, job.offloaded)
+        dispatch(job.model, job.plan, job.offloaded)
+
+    together(job.state, "load", fill)
+    report.record("loaded", {"bytes": reader.bytes_read, "of bytes": job.source.total_bytes})
 
 
-def calibrate(
-    job: Job, quantizers: Mapping[str, Quantizer], data: CalibrationData, batch_size: int, report: Report
-) -> None:
-    """Run the rows through the model and give every quantizer its range."""
-    algorithm = ALGORITHMS[job.algorithm]
-    statistics = Statistics(algorithm.statistics(quantizers), job.device)
+def attach(job: Job) -> dict[str, Quantizer]:
+    """The quantizers of all activations, on the experts and modules that run here."""
+    return attach_quantizers(job.model, job.assignment, lambda experts: job.plan.run_experts(experts, job.state.rank))
+
+
+def calibrate(job: Job, quantizers: Mapping[str, Quantizer], batch_size: int, report: Report) -> None:
+    """Run this rank's rows through the model and give every quantizer its range, over the rows of all ranks."""
+    assert job.data is not None
+    state, algorithm = job.state, ALGORITHMS[job.algorithm]
+    statistics = Statistics(algorithm.statistics(quantizers), state.device)
     algorithm.start(quantizers, statistics)
-    body = _without_head(job, quantizers)
-    row_tokens = max(len(row) for row in data.rows)
-    size, reason = batch_size, "--batch_size"
-    if size == 0:
-        size, reason = choose_batch_size(
-            len(data.rows), row_tokens, _token_bytes(job.model, row_tokens), _allowed_bytes(job)
-        )
+    size, reason = _batch_size(job, batch_size)
     report.say(f"   batches of {size} rows ({reason})")
     report.record("batch_size", {"rows": size, "reason": reason})
-    run_calibration(lambda batch: body(**batch, use_cache=False), data.rows, size, job.device, statistics, report)
-    for warning in algorithm.finish(quantizers, statistics):
+    own = list(batches(job.data.rows, size))
+    lockstep = None
+    if state.world_size > 1:
+        forwards = most(state, len(own)) if job.plan.shards_model else len(own)
+        lockstep = Lockstep(forwards, lambda: _idle(job, quantizers))
+    state.enter("calibrate")
+    run_calibration(_calibrated_forward(job, quantizers), own, state.device, statistics, report, lockstep)
+    statistics.reduce(lambda flat, reduction, _group: reduce_over_ranks(state, flat, reduction))
+    for warning in together(state, "take the ranges", lambda: algorithm.finish(quantizers, statistics)):
         report.warn(warning)
     report_coverage(expert_coverage(quantizers), report)
 
 
+def _batch_size(job: Job, asked: int) -> tuple[int, str]:
+    """Rows in a batch, the same on all ranks, and why."""
+    assert job.data is not None
+    if asked:
+        return asked, "--batch_size"
+    row_tokens = max(len(row) for row in job.data.rows)
+    tokens = _token_bytes(job.model, row_tokens, job.plan)
+    size, reason = choose_batch_size(len(job.data.rows), row_tokens, tokens, _allowed_bytes(job))
+    poorest = least(job.state, size)
+    return poorest, reason if poorest == size else f"{reason}; the poorest rank takes {poorest}"
+
+
+@contextmanager
+def _idle(job: Job, quantizers: Mapping[str, Quantizer]) -> Iterator[None]:
+    """A forward that is made to keep in step: nothing of this rank's rows is recorded, here or by others.
+
+    Under expert parallelism this rank's experts go on recording, since the others' rows come to them.
+    """
+    runs_for_others = job.plan.ep_degree > 1
+    own = [q for q in quantizers.values() if q.num_experts is None or not runs_for_others]
+    with not_observing(own), no_tokens(job.model) if runs_for_others else nullcontext():
+        yield
+
+
 def quantize(
-    job: Job, writer: ShardWriter, reader: SourceReader, keep_rounded: bool, report: Report
+    job: Job, share: Share, writer: ShardWriter, reader: SourceReader, keep_rounded: bool, report: Report
 ) -> list[WeightError]:
-    """Encode every unit and queue it for writing; see `export.tensors.quantize_unit`."""
+    """Encode every unit and queue this rank's share of it for writing; see `export.tensors.quantize_unit`."""
+    reshard(job.model)
     errors: list[WeightError] = []
-    elements = {q.view.modules[0]: q.view.num_elements for q in job.assignment.quantized}
+    sizes = {q: q.view.shape[0] * q.view.shape[1] for q in job.assignment.quantized}
+    elements = {module: size for q, size in sizes.items() for module in written_modules(q, share)}
     with report.progress("quantize", sum(elements.values()), "weights") as advance:
         for unit in job.units:
-            done = quantize_unit(unit, job.model, job.assignment, writer, reader, keep_rounded)
+            names = [q.view.parameter for q in weights_of(unit, job.assignment)]
+            with brought(job.model, names, job.offloaded, job.state.device, keep_rounded):
+                done = quantize_unit(unit, job.model, job.assignment, share, writer, reader, keep_rounded)
             errors += done
-            advance(sum(elements.get(error.module, 0) for error in done))
+            advance(sum(elements[error.module] for error in done))
     return errors
 
 
-def _without_head(job: Job, quantizers: Mapping[str, Quantizer]) -> torch.nn.Module:
-    """The model's body: no logits are computed, unless something outside the body is calibrated."""
-    body = job.model.base_model
-    inside = {id(module) for module in body.modules()}
-    return body if all(id(q) in inside for q in quantizers.values()) else job.model
+def _calibrated_forward(job: Job, quantizers: Mapping[str, Quantizer]) -> Callable[[Mapping[str, Any]], object]:
+    """The model's body, without logits, unless something outside the body is calibrated.
+
+    FSDP2 gathers what stands outside of the layers when its root is called: then it is the whole model, with the
+    logits of one token.
+    """
+    model = job.model
+    if job.plan.dense == "fsdp":
+        shortens = "logits_to_keep" in inspect.signature(model.forward).parameters
+        options = {"use_cache": False} | ({"logits_to_keep": 1} if shortens else {})
+        return lambda batch: model(**batch, **options)
+    inside = {id(module) for module in model.base_model.modules()}
+    body = model.base_model if all(id(q) in inside for q in quantizers.values()) else model
+    return lambda batch: body(**batch, use_cache=False)
 
 
-def _token_bytes(model: PreTrainedModel, row_tokens: int) -> int:
+def _token_bytes(model: PreTrainedModel, row_tokens: int, plan: Plan) -> int:
     """The largest activations that one token needs at a time, from the sizes of the model.
 
     Two copies of the hidden state in fp32 (norms) and the larger of: the widest projection three times (gate, up,
     product); a row of attention scores per head, where the attention materialises them; the rows of the experts that
-    a token is routed to (input, both products, output before and after its weight and its way back).
+    a token is routed to (input, both products, output before and after its weight and its way back; twice that where
+    ranks exchange rows, and one may get more than its share).
     """
     config = model.config.get_text_config()
     size = model.dtype.itemsize
@@ -125,6 +204,7 @@ def _token_bytes(model: PreTrainedModel, row_tokens: int) -> int:
     widths = [m.down_proj.shape[-1] for m in experts]
     choices = config.to_dict().get("num_experts_per_tok") or 1
     routed = choices * (5 * config.hidden_size + 5 * max(widths)) * size if widths else 0
+    routed *= 2 if plan.ep_degree > 1 else 1
     return config.hidden_size * 8 + max(projection, scores, routed)
 
 
@@ -133,8 +213,12 @@ def _allowed_bytes(job: Job) -> int:
 
     On a GPU that is GPU_ACTIVATIONS; on a CPU a small part of the weights, so that batches stay near the caches.
     """
-    half = free_bytes(job.device) // 2
-    enough = GPU_ACTIVATIONS if job.device.type == "cuda" else max(1 << 26, job.source.total_bytes // 16)
+    device, sharers = job.state.device, job.state.launch.local_world_size
+    is_gpu = device.type == "cuda"
+    devices = {device, *(torch.device(name) for name in job.plan.device_map.values() if name.startswith("cuda"))}
+    free = max(0, min(map(free_bytes, devices)) - job.plan.fetched_bytes)
+    half = free // (2 if is_gpu else 2 * sharers)
+    enough = GPU_ACTIVATIONS if is_gpu else max(1 << 26, job.source.total_bytes // 16)
     return min(half, enough)
 
 

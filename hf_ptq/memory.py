@@ -16,6 +16,7 @@ What this file does not know: torch, stages' names, and how the numbers are show
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ import pynvml
 
 STATUS_FILE = Path("/proc/self/status")
 SAMPLE_SECONDS = 0.02
+M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
+LARGE_BLOCK = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,18 @@ def read_host_memory(
         return None
     pinned = pinned_bytes() if pinned_bytes else 0
     return HostMemory(kibibytes["RssAnon"] * 1024, kibibytes["RssFile"] * 1024, kibibytes["RssShmem"] * 1024, pinned)
+
+
+def return_large_blocks() -> None:
+    """Let glibc give memory of LARGE_BLOCK bytes or more back to the system as soon as it is freed.
+
+    By itself it raises that limit to 32 MiB when blocks come and go, and keeps them in its heap, where blocks of many
+    sizes leave holes: layers that FSDP2 gathers and frees on a CPU then take up several times their size. No stage was
+    found to be slower for it. Other C libraries have no such limit, and nothing is done.
+    """
+    setter = getattr(ctypes.CDLL(None), "mallopt", None)
+    if setter is not None:
+        setter(M_MMAP_THRESHOLD, LARGE_BLOCK)
 
 
 class Window:

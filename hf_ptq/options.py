@@ -15,6 +15,8 @@ import typer
 from hf_ptq.config import RunConfig
 
 MODEL, QUANTIZATION, DATA, EXPORT, RUN = "Model", "Quantization", "Calibration data", "Export", "Run"
+RANKS = "Several ranks (torchrun)"
+SPREAD = "One process, a model larger than its device"
 
 # Flags of ModelOpt's hf_ptq.py that are not built, and what to use. A row goes when its flag comes.
 NOT_BUILT: dict[str, str] = {
@@ -31,23 +33,17 @@ NOT_BUILT: dict[str, str] = {
     "--awq_block_size": "AWQ is missing; use --qformat w4a16_nvfp4 for 4-bit weights",
     "--calib_with_images": "calibration is by text; give text to --dataset",
     "--cast_mxfp4_to_nvfp4": "use --qformat nvfp4, which quantizes the dequantized weights",
-    "--cpu_offload": "use --device cpu for a model beyond the GPU's memory",
+    "--cpu_offload": "use --max_cpu_memory_gb for a model beyond the GPU's memory",
     "--export_fmt": "leave it out; the export is always a Hugging Face checkpoint",
-    "--gpu_max_mem_percentage": "leave it out; --device cpu needs no GPU memory",
     "--inference_pipeline_parallel": "leave it out; servers split the checkpoint when they load it",
     "--inference_tensor_parallel": "leave it out; servers split the checkpoint when they load it",
-    "--low_memory_mode": "use --device cpu for a model beyond the GPU's memory",
-    "--max_cpu_memory_gb": "leave it out; the whole model is in memory, on one device",
-    "--max_gpu_memory_gb": "use --device cpu for a model beyond the GPU's memory",
+    "--low_memory_mode": "use --max_cpu_memory_gb and --offload_folder for a model beyond the GPU's memory",
     **dict.fromkeys(
         ("--mlflow", "--mlflow_experiment", "--mlflow_run_name"), "read hf_ptq_report.json in the export instead"
     ),
     "--moe_calib_experts_ratio": "leave it out; tokens go to the experts that the router chooses",
-    "--offload_folder": "use --device cpu for a model beyond the GPU's memory",
     "--sparsity_fmt": "leave it out; weights stay dense",
     "--specdec_offline_dataset": "give text or rows of token ids to --dataset",
-    "--use_fsdp2": "run one process on one device",
-    "--use_seq_device_map": "use --device cuda:N; the model is on one device",
     "--vllm_fakequant_export": "leave it out; the export holds packed weights, which vLLM loads",
 }
 
@@ -93,13 +89,14 @@ class Options:
     ] = None
 
     experts_implementation: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--experts_implementation",
             rich_help_panel=MODEL,
-            help="Kernel that runs routed experts: grouped_mm (one product for all), eager (one for each).",
+            help="Kernel that runs routed experts: grouped_mm (one product for all), eager (one for each). "
+            "Default: grouped_mm.",
         ),
-    ] = RunConfig.experts_implementation
+    ] = None
 
     qformat: Annotated[
         str | None,
@@ -199,6 +196,88 @@ class Options:
         ),
     ] = True
 
+    ep_degree: Annotated[
+        int | None,
+        typer.Option(
+            "--ep_degree",
+            rich_help_panel=RANKS,
+            help="Ranks that hold one copy of the routed experts together; 1 replicates them. "
+            "Default: the largest divisor of the number of ranks that divides the experts.",
+        ),
+    ] = None
+    dense: Annotated[
+        str | None,
+        typer.Option(
+            "--dense",
+            rich_help_panel=RANKS,
+            metavar="HOW",
+            help="What is no routed expert, in an expert-parallel run: replicated, or fsdp (sharded by FSDP2). "
+            "Default: replicated if it fits.",
+        ),
+    ] = None
+    use_fsdp2: Annotated[
+        bool,
+        typer.Option(
+            "--use_fsdp2",
+            rich_help_panel=RANKS,
+            help="Shard every weight over the ranks: for dense models too large for one GPU. Default: off.",
+        ),
+    ] = False
+    timeout_minutes: Annotated[
+        float,
+        typer.Option(
+            "--timeout_minutes",
+            rich_help_panel=RANKS,
+            help="How long a rank waits for the others before the run fails, naming those that are missing.",
+        ),
+    ] = RunConfig.timeout_minutes
+
+    use_seq_device_map: Annotated[
+        bool,
+        typer.Option(
+            "--use_seq_device_map",
+            rich_help_panel=SPREAD,
+            help="Fill one GPU after the other with layers. Default: off, all GPUs evenly, if one is too small.",
+        ),
+    ] = False
+    gpu_max_mem_percentage: Annotated[
+        float | None,
+        typer.Option(
+            "--gpu_max_mem_percentage",
+            rich_help_panel=SPREAD,
+            metavar="SHARE",
+            help="Part of each GPU's free memory that weights may take, up to 1; the rest is for activations. "
+            "Default: 0.8, and 1 with --max_gpu_memory_gb.",
+        ),
+    ] = None
+    max_gpu_memory_gb: Annotated[
+        float | None,
+        typer.Option(
+            "--max_gpu_memory_gb",
+            rich_help_panel=SPREAD,
+            help="GB (10^9 bytes) of weights on each GPU. Default: by --gpu_max_mem_percentage.",
+        ),
+    ] = None
+    max_cpu_memory_gb: Annotated[
+        float | None,
+        typer.Option(
+            "--max_cpu_memory_gb",
+            rich_help_panel=SPREAD,
+            help="GB of weights kept in host memory when the GPUs are full (with --device cpu: in all), and brought to "
+            "the GPU for every use. Default: none; 80 % of what is free with --offload_folder or --device cpu.",
+        ),
+    ] = None
+    offload_folder: Annotated[
+        Path | None,
+        typer.Option(
+            "--offload_folder",
+            rich_help_panel=SPREAD,
+            metavar="DIRECTORY",
+            help="Where weights lie that have no place in memory; they are read for every use, and gone when the run "
+            "ends. Default: none, such a model is refused.",
+        ),
+    ] = None
+
     report_html: Annotated[
         Path | None,
         typer.Option(
@@ -210,7 +289,11 @@ class Options:
     ] = None
     device: Annotated[
         str,
-        typer.Option("--device", rich_help_panel=RUN, help="cpu, cuda or cuda:N; auto takes a GPU if there is one."),
+        typer.Option(
+            "--device",
+            rich_help_panel=RUN,
+            help="cpu, cuda or cuda:N; auto takes a GPU if there is one. On several ranks cuda is each rank's own GPU.",
+        ),
     ] = RunConfig.device
     skip_generate: Annotated[
         bool,

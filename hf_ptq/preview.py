@@ -1,8 +1,10 @@
 """Previews: what the model says before and after quantization, as a first check by eye.
 
 Greedy decoding of the beginning of the first calibration row, or of a built-in sentence where there is no data. The
-quantized model computes as a server would: its weights are the decoded ones, its activations are rounded. In a single
-process a preview is best effort: if it fails, the run goes on and says so.
+quantized model computes as a server would: its weights are the decoded ones, its activations are rounded.
+
+A preview is best effort: if it fails, the run goes on and says so. Not so in lockstep, where the ranks share the model
+and each runs forwards until all have finished: a rank that went on by itself would leave the others in a collective.
 """
 
 from __future__ import annotations
@@ -13,9 +15,11 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_ptq.errors import Problem, RunError
 from hf_ptq.report import Report
 
 PROMPT_TOKENS = 64
+REPEATS = 8  # so many tokens of one kind are a flaw
 SENTENCE = "The quickest way to understand how a bicycle stays upright is to"
 
 
@@ -25,6 +29,15 @@ class Preview:
 
     prompt: str
     continuation: str
+    tokens: tuple[int, ...]  # of the continuation
+
+    @property
+    def flaw(self) -> str:
+        """What no sound model says: nothing, or one token over and over; empty if it is neither."""
+        if not self.tokens:
+            return "is empty"
+        is_long = len(self.tokens) >= REPEATS
+        return "is one token over and over" if is_long and len(set(self.tokens[1:])) == 1 else ""
 
 
 def preview(
@@ -33,8 +46,14 @@ def preview(
     row: torch.Tensor | None,
     new_tokens: int,
     report: Report,
+    *,
+    device: torch.device,
+    lockstep: bool = False,
 ) -> Preview | None:
-    """Generate `new_tokens` tokens after `row` (1-D int64 ids) or the built-in sentence; None if that failed."""
+    """Generate `new_tokens` tokens after `row` (1-D int64 ids) or the built-in sentence; None if that failed.
+
+    `lockstep`: with all ranks at once; raises RunError if it fails.
+    """
     prompt = _prompt(tokenizer, row)
     if prompt is None or not model.can_generate():
         report.warn(
@@ -44,7 +63,7 @@ def preview(
     limit = model.config.get_text_config().to_dict().get("max_position_embeddings")
     if limit and len(prompt) + new_tokens > limit:
         prompt, new_tokens = prompt[: limit // 2], limit - len(prompt[: limit // 2])
-    ids = prompt[None].to(next(model.parameters()).device)
+    ids = prompt[None].to(device)
     own = model.generation_config
     padding = own.pad_token_id if own is not None and own.pad_token_id is not None else 0
     config = GenerationConfig(
@@ -56,14 +75,20 @@ def preview(
     computed = _computed_state(model)
     try:
         with torch.no_grad():
-            output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)  # type: ignore[operator]
-    except Exception as error:  # noqa: BLE001 - a preview is best effort in a single process
+            output = model.generate(  # type: ignore[operator]
+                ids, attention_mask=torch.ones_like(ids), generation_config=config, synced_gpus=lockstep
+            )
+    except Exception as error:
+        if lockstep:
+            what = f"the preview failed ({type(error).__name__}: {error})"
+            raise RunError(Problem(what, "--skip_generate leaves the previews out")) from error
         report.warn(f"the preview failed ({type(error).__name__}: {error}); the run goes on")
         return None
     finally:
         _restore(computed)
     tokens = output[0] if isinstance(output, torch.Tensor) else output.sequences[0]
-    return Preview(_text(tokenizer, prompt), _text(tokenizer, tokens[len(prompt) :]))
+    new = tokens[len(prompt) :]
+    return Preview(_text(tokenizer, prompt), _text(tokenizer, new), tuple(new.tolist()))
 
 
 def _computed_state(model: PreTrainedModel) -> list[tuple[torch.nn.Module, dict[str, Any]]]:

@@ -2,7 +2,7 @@
 
 The numbered steps are those of the design. Everything up to step 5 reads headers and configuration only; a dry run
 ends there. The export grows in a temporary directory while the model is quantized, and gets its final name only after
-verification.
+verification. Every rank of a run executes this page; where they wait for each other is inside the steps.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from __future__ import annotations
 from dataclasses import asdict
 
 import torch
+from rich.console import Console
 
-from hf_ptq import driver, steps
+from hf_ptq import driver, planning, steps
 from hf_ptq.checkpoint.slices import SourceReader
-from hf_ptq.checkpoint.writer import ShardWriter
 from hf_ptq.config import RunConfig
-from hf_ptq.distributed.agreement import together
+from hf_ptq.distributed.agreement import first_decides, together
+from hf_ptq.distributed.launch import read_launch
 from hf_ptq.distributed.process_group import distributed_run
-from hf_ptq.export.destination import Destination
-from hf_ptq.quantization.apply import attach_quantizers
+from hf_ptq.export.shared_destination import SharedDestination
 from hf_ptq.report import Report
 from hf_ptq.report_html import write_html
 
@@ -27,46 +27,57 @@ def run(config: RunConfig, report: Report | None = None) -> Report:
     """Carry out one request; returns the report, which is also in the export.
 
     Raises UserError where the request cannot be carried out, RunError where the run fails; nothing is left behind.
+    Under a launcher of several ranks all of them call it, and an error ends the process.
     """
-    report = report or Report(verbose=config.verbose)
+    report = report or Report(Console(quiet=True) if read_launch().rank else None, config.verbose)
     report.record("options", asdict(config))  # 1
-    with distributed_run(config.device) as state, steps.watched(state, report):  # 2
+    with (
+        distributed_run(config.device, config.timeout_minutes, config.use_fsdp2) as state,  # 2
+        steps.watched(state, report),
+        state.failing_together(),
+    ):
         torch.manual_seed(config.seed)
-        source = together(state, "resolve the source", lambda: steps.resolve(config, report))  # 3
-        meta, units = steps.plan_model(config, source, state, report)  # 4
-        recipe, assignment, export = steps.plan_export(config, source, meta, units, report)  # 5
-        if config.dry_run:
-            return steps.end_dry_run(config, assignment, export, report)
-        data, tokenizer = together(
-            state, "read the data", lambda: steps.read_data(config, source, meta, assignment, report)
+        source = planning.resolve(config, state, report)  # 3
+        meta, units, plan = planning.plan_model(config, source, state, report)  # 4
+        recipe, assignment, export = together(  # 5
+            state, "plan the export", lambda: planning.plan_export(config, source, meta, units, plan, report)
         )
-        job = driver.Job(source, meta, units, assignment, recipe.algorithm, state.device, tokenizer)
-        with SourceReader(source) as reader, Destination(config.export_path, config.overwrite, report) as destination:
-            with report.stage("load"):  # 6
-                driver.load(job, reader, report)
-            before = steps.preview_before(config, job, data, report)  # 7
-            quantizers = attach_quantizers(job.model, assignment)
+        if config.dry_run:
+            return planning.end_dry_run(config, assignment, export, report)
+        data, tokenizer = planning.read_data(config, state, source, meta, assignment, report)
+        job = driver.Job(source, meta, units, assignment, recipe.algorithm, state, plan, data, tokenizer)
+        with (
+            SourceReader(source) as reader,
+            SharedDestination(state, config.export_path, config.overwrite, report) as destination,
+            state.failing_together(),
+        ):
+            directory = destination.directory
+            share = driver.lay_out(job, export.owners)
+            with steps.stage(state, report, "load"):  # 6
+                driver.load(job, share, reader, report)
+            before = steps.preview_before(config, job, report)  # 7
+            quantizers = driver.attach(job)
             if data is not None:
-                with report.stage("calibrate"):  # 8
-                    driver.calibrate(job, quantizers, data, config.batch_size, report)
-            with ShardWriter(destination.directory, export.shards, *steps.writing(source)) as writer:
-                with report.stage("quantize"):  # 9
-                    errors = driver.quantize(job, writer, reader, not config.skip_generate, report)
-                steps.preview_after(config, job, quantizers, data, before, report)
-                with report.stage("export"):  # 10
-                    steps.write_scales(assignment, quantizers, writer, report)
-                    checksums = writer.finish(config.durable)
+                with steps.stage(state, report, "calibrate"):  # 8
+                    driver.calibrate(job, quantizers, config.batch_size, report)
+            with steps.writer_for(job, export, directory) as writer, state.failing_together():
+                with steps.stage(state, report, "quantize"):  # 9
+                    errors = driver.quantize(job, share, writer, reader, not config.skip_generate, report)
+                steps.preview_after(config, job, quantizers, before, report)
+                with steps.stage(state, report, "export"):  # 10
+                    steps.write_scales(job, share, quantizers, writer, report)
+                    checksums = together(state, "finish the files", lambda: writer.finish(config.durable))
                     report.record("written", {"fsync_seconds": round(writer.fsync_seconds, 3)})
-                    sidecars = together(
-                        state, "write configs", lambda: steps.write_files(source, export, destination, report)
-                    )
-            with report.stage("verify"):  # 11
-                written = steps.Written(errors, checksums, sidecars)
-                steps.verify(job, export, written, destination, reader, report)
-            steps.record_results(errors, config, destination.directory, report)
-            steps.write_report(destination, report)
+                    sidecars = steps.write_files(job, export, directory, report)
+            with steps.stage(state, report, "verify"):  # 11
+                steps.verify(job, export, steps.Written(errors, checksums, sidecars), directory, reader, report)
+            steps.record_ranks(job, export, report)
+            steps.gather_warnings(state, report)
+            errors = steps.gather_errors(job, errors)
+            first_decides(state, "write the report", lambda: steps.finish_report(config, errors, directory, report))
             destination.commit(config.durable)
-    report.print_summary()  # 12
-    if config.report_html is not None:
-        write_html(config.report_html, report.as_dict(), errors)
+    if state.is_first:
+        report.print_summary()  # 12
+        if config.report_html is not None:
+            write_html(config.report_html, report.as_dict(), errors)
     return report

@@ -85,10 +85,10 @@ def test_a_source_that_changes_during_the_run(
 def test_a_source_that_changes_after_its_headers_were_read(
     tiny: Callable, quantize: Quantize, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hf_ptq import steps
+    from hf_ptq import planning
 
     source = altered(tiny("llama"), tmp_path / "source", lambda _: None)
-    read_data = steps.read_data
+    read_data = planning.read_data
 
     def read_and_replace(*arguments: object) -> object:
         data = read_data(*arguments)
@@ -96,7 +96,7 @@ def test_a_source_that_changes_after_its_headers_were_read(
         (tmp_path / "other" / "model.safetensors").rename(source / "model.safetensors")
         return data
 
-    monkeypatch.setattr(steps, "read_data", read_and_replace)
+    monkeypatch.setattr(planning, "read_data", read_and_replace)
     with pytest.raises(RunError, match="the source changed during the run"):
         quantize(source, "fp8")
 

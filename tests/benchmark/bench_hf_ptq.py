@@ -1,6 +1,7 @@
 """Time hf-ptq on the synthetic model and the tokens with which the peers were measured.
 
 python tests/benchmark/bench_hf_ptq.py MODEL OUT --fmt nvfp4|fp8 [--repeat 2]; see README.md beside this file.
+Over several ranks: torchrun --nproc_per_node 2 tests/benchmark/bench_hf_ptq.py ...; rank 0 tells its stages.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ START = time.perf_counter()  # before torch and transformers: they are imported 
 ROOT = Path(__file__).resolve().parents[2]
 TIMED = ("load", "calibrate", "quantize", "export", "verify")  # these make the total
 GIB = 2**30
+RANK = int(os.environ.get("RANK", "0"))
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -33,7 +35,10 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=512)
     parser.add_argument("--seq", type=int, default=512)
     parser.add_argument("--batch-size", type=int, default=0, help="0: hf-ptq chooses")
-    parser.add_argument("--experts", default="grouped_mm", help="kernel of the experts: grouped_mm | eager")
+    parser.add_argument("--experts", help="kernel of the experts: grouped_mm (default) | eager")
+    parser.add_argument("--ep-degree", type=int, help="as hf-ptq's")
+    parser.add_argument("--dense", help="as hf-ptq's: replicated | fsdp")
+    parser.add_argument("--use-fsdp2", action="store_true", help="as hf-ptq's")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--repeat", type=int, default=1, help="runs in this process; from the second on it is warm")
     parser.add_argument("--previews", action="store_true", help="generate before and after")
@@ -52,6 +57,8 @@ def token_file(options: argparse.Namespace, common: Any) -> Path:
 
     vocabulary = json.loads((options.model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     path = options.out.absolute().parent / f"tokens-{vocabulary}-{options.samples}x{options.seq}.safetensors"
+    while RANK and not path.is_file():
+        time.sleep(0.2)  # rank 0 makes it
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
@@ -103,6 +110,9 @@ def measure(options: argparse.Namespace, tokens: Path, common: Any) -> tuple[dic
         batch_size=options.batch_size,
         device=options.device,
         experts_implementation=options.experts,
+        ep_degree=options.ep_degree,
+        dense=options.dense,
+        use_fsdp2=options.use_fsdp2,
         skip_generate=not options.previews,
         report_html=options.report_html,
         verbose=False,
@@ -136,6 +146,8 @@ def result(report: Any) -> dict[str, Any]:
         "gpu_monitor_gib": peaks(told, "gpu_peak_bytes"),
         "host_held_gib": peaks(told, "host_peak_bytes"),  # anonymous and pinned, above the start
         "bytes": told.get("bytes"),
+        "plan": told["plan"]["kind"],
+        "ranks": told.get("ranks"),
         "warnings": told["warnings"],
         "versions": told["versions"],
     }
@@ -162,7 +174,7 @@ def peaks(told: dict[str, Any], key: str) -> dict[str, float]:
 
 
 def show(record: dict[str, Any]) -> None:
-    print(f"\n{record['model']} {record['fmt']} run {record['run']} of {record['runs']}")
+    print(f"\n{record['model']} {record['fmt']} {record['plan']} run {record['run']} of {record['runs']}")
     print(f"{'stage':<16}{'seconds':>9}{'allocated':>11}{'GPU used':>10}{'host held':>11}   GiB")
     for name, seconds in [*record["stages"].items(), ("all", record["total_s"])]:
         sizes = (record[kind].get(name) for kind in ("gpu_allocated_gib", "gpu_monitor_gib", "host_held_gib"))
@@ -187,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     importlib.import_module("hf_ptq.run")
     imports = time.perf_counter() - START
     tokens = token_file(options, common)
-    if options.warm:
+    if options.warm and RANK == 0:
         common.warm(options.model)
     prepared = time.perf_counter() - START - imports
     for index in range(options.repeat):
@@ -201,12 +213,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             "process_s": round(imports + measured["run_s"], 3),
             "prepare_s": round(prepared, 3), "ok": True,
         }  # fmt: skip
-        show(record)
-        common.emit(record)
+        if RANK == 0:
+            show(record)
+            common.emit(record)
         del report
         gc.collect()
         empty_cache(options.device)
-    if not options.keep:
+    if not options.keep and RANK == 0:
         shutil.rmtree(options.out)
     return 0
 

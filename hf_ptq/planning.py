@@ -25,7 +25,6 @@ from hf_ptq.data.rows import CalibrationData, DatasetUse, deal, read_calibration
 from hf_ptq.distributed.agreement import (
     broadcast,
     first_decides,
-    gather_json,
     least,
     one_first,
     same_everywhere,
@@ -86,7 +85,7 @@ def resolve(config: RunConfig, state: DistributedState, report: Report) -> Sourc
         opened.append(source)
         return {"directory": str(source.directory), "commit": source.commit, "files": source.weight_files}
 
-    found = first_decides(state, "resolve the source", find)
+    found = first_decides(state, "resolve the source", find, is_long=True)
 
     def see() -> Source:
         if opened:
@@ -101,7 +100,6 @@ def resolve(config: RunConfig, state: DistributedState, report: Report) -> Sourc
     refuse_unshared_path(state, config.export_path)
     if state.world_size > 1:
         same_everywhere(state, "compare the ranks", _fingerprint(config, source, state))
-        together(state, "compare the GPUs", lambda: _refuse_shared_gpus(gather_json(state, _gpu(state))))
     report.record(
         "source",
         {
@@ -130,25 +128,6 @@ def _fingerprint(config: RunConfig, source: Source, state: DistributedState) -> 
 
 def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _gpu(state: DistributedState) -> tuple[str, str] | None:
-    if state.device.type != "cuda":
-        return None
-    return str(torch.cuda.get_device_properties(state.device).uuid), state.launch.name
-
-
-def _refuse_shared_gpus(gpus: list[list[str] | None]) -> None:
-    users: dict[str, list[str]] = {}
-    for gpu in gpus:
-        if gpu is not None:
-            users.setdefault(gpu[0], []).append(gpu[1])
-    shared = {uuid: names for uuid, names in users.items() if len(names) > 1}
-    if shared:
-        what = "; ".join(f"{', '.join(names)} share the GPU {uuid}" for uuid, names in shared.items())
-        raise UserError(
-            Problem(what, "start as many ranks on a node as it has GPUs, and show each rank its own or all")
-        )
 
 
 # --- step 4 --------------------------------------------------------------------------------------
@@ -328,7 +307,7 @@ def read_data(
         return {"uses": uses, "lengths": lengths, "sha256": data.sha256}
 
     with report.stage("data"):
-        told = first_decides(state, "read the data", read_all)
+        told = first_decides(state, "read the data", read_all, is_long=True)
         ids = broadcast(state, torch.cat(read[0].rows) if read else torch.empty(0, dtype=torch.int64))
         rows = ids.split(told["lengths"])
 

@@ -9,6 +9,7 @@ and each runs forwards until all have finished: a rank that went on by itself wo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,21 +49,22 @@ def preview(
     report: Report,
     *,
     device: torch.device,
-    lockstep: bool = False,
+    agree: Callable[[int], int] | None = None,
 ) -> Preview | None:
     """Generate `new_tokens` tokens after `row` (1-D int64 ids) or the built-in sentence; None if that failed.
 
-    `lockstep`: with all ranks at once; raises RunError if it fails.
+    `agree`: in lockstep with all ranks; it makes the least of the numbers of tokens that the ranks can do, 0 for none.
+    Then all generate so many or none of them, and RunError is raised if that fails.
     """
     prompt = _prompt(tokenizer, row)
-    if prompt is None or not model.can_generate():
-        report.warn(
-            "no preview: " + ("the model does not generate" if prompt is not None else "no tokenizer and no data")
-        )
+    lockstep, can = agree is not None, prompt is not None and model.can_generate()
+    prompt, new_tokens = _within_positions(model, prompt, new_tokens)
+    if agree is not None:
+        new_tokens = agree(new_tokens if can else 0)
+    if prompt is None or not can or new_tokens == 0:
+        reason = "the model does not generate" if prompt is not None and not can else "no tokenizer and no data"
+        report.warn(f"no preview: {reason if not can else 'another rank can make none'}")
         return None
-    limit = model.config.get_text_config().to_dict().get("max_position_embeddings")
-    if limit and len(prompt) + new_tokens > limit:
-        prompt, new_tokens = prompt[: limit // 2], limit - len(prompt[: limit // 2])
     ids = prompt[None].to(device)
     own = model.generation_config
     padding = own.pad_token_id if own is not None and own.pad_token_id is not None else 0
@@ -109,12 +111,24 @@ def _restore(computed: list[tuple[torch.nn.Module, dict[str, Any]]]) -> None:
         module._buffers.update(state["buffers"])
 
 
+def _within_positions(
+    model: PreTrainedModel, prompt: torch.Tensor | None, new_tokens: int
+) -> tuple[torch.Tensor | None, int]:
+    """Prompt and new tokens, cut to what the model has positions for."""
+    limit = model.config.get_text_config().to_dict().get("max_position_embeddings")
+    if prompt is not None and limit and len(prompt) + new_tokens > limit:
+        prompt = prompt[: limit // 2]
+        new_tokens = min(new_tokens, limit - len(prompt))
+    return prompt, new_tokens
+
+
 def _prompt(tokenizer: PreTrainedTokenizerBase | None, row: torch.Tensor | None) -> torch.Tensor | None:
     if row is not None:
         return row[:PROMPT_TOKENS]
     if tokenizer is None:
         return None
-    return torch.tensor(tokenizer(SENTENCE)["input_ids"], dtype=torch.int64)
+    ids = torch.tensor(tokenizer(SENTENCE)["input_ids"], dtype=torch.int64)
+    return ids if len(ids) else None  # transformers makes an empty tokenizer where the files are missing
 
 
 def _text(tokenizer: PreTrainedTokenizerBase | None, ids: torch.Tensor) -> str:

@@ -20,7 +20,7 @@ from hf_ptq.checkpoint.shards import INDEX_NAME, index_json
 from hf_ptq.checkpoint.slices import SourceReader
 from hf_ptq.checkpoint.writer import ShardWriter
 from hf_ptq.config import RunConfig
-from hf_ptq.distributed.agreement import first_decides, gather_json, together
+from hf_ptq.distributed.agreement import first_decides, gather_json, least, together
 from hf_ptq.distributed.process_group import DistributedState
 from hf_ptq.driver import Job
 from hf_ptq.errors import RunError
@@ -31,7 +31,7 @@ from hf_ptq.export.share import Share
 from hf_ptq.export.shared_destination import unseen
 from hf_ptq.export.sidecars import copy_sidecars
 from hf_ptq.export.tensors import WeightError, write_input_scales, write_kv_scales
-from hf_ptq.export.verify import Expectation, verify_export
+from hf_ptq.export.verify import Expectation, Verified, verify_export
 from hf_ptq.memory import MemoryMonitor, return_large_blocks
 from hf_ptq.planning import ExportPlan
 from hf_ptq.preview import Preview
@@ -114,7 +114,8 @@ def _preview(config: RunConfig, job: Job, report: Report) -> Preview | None:
     row = job.data.rows[0] if job.data else None
     tokens = DEMO_PREVIEW_TOKENS if config.model == "demo" else PREVIEW_TOKENS
     lockstep = job.plan.shards_model and job.state.world_size > 1
-    return preview.preview(job.model, job.tokenizer, row, tokens, report, device=job.state.device, lockstep=lockstep)
+    agree = (lambda count: least(job.state, count)) if lockstep else None
+    return preview.preview(job.model, job.tokenizer, row, tokens, report, device=job.state.device, agree=agree)
 
 
 # --- export ----------------------------------------------------------------------------------------
@@ -181,17 +182,20 @@ def verify(
         sidecars=written.sidecars,
     )
 
-    def check() -> list[dict[str, Any]]:
+    def check() -> dict[str, Any]:
         reader.refuse_changed()
-        verify_export(directory, export.shards, written.checksums, expectation, report, job.state.rank)
+        verified = verify_export(directory, export.shards, written.checksums, expectation, report, job.state.rank)
         own = [shard for shard in export.shards if shard.owner == job.state.rank]
         samples, problems = read_samples(directory, own, written.errors, reader, job.meta.dtype)
         if problems:
             raise RunError(*problems)
-        return [asdict(sample) for sample in samples]
+        return {"verified": asdict(verified), "samples": [asdict(sample) for sample in samples]}
 
-    samples = gather_json(job.state, together(job.state, "verify", check))
-    report.record("samples", [sample for of_rank in samples for sample in of_rank])
+    told = gather_json(job.state, together(job.state, "verify", check))
+    total = sum((Verified(**of_rank["verified"]) for of_rank in told), start=Verified())
+    report.say(f"verified: {total}; both config files")
+    report.record("verified", {**asdict(total), "percent": total.percent})
+    report.record("samples", [sample for of_rank in told for sample in of_rank["samples"]])
 
 
 # --- the report ------------------------------------------------------------------------------------

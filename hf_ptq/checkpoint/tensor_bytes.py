@@ -56,7 +56,8 @@ class CudaStaging:
         """This thread's buffer (uint8) and its stream on `device`."""
         own = self._local
         if own.buffer is None:
-            own.buffer = torch.empty(self._num_bytes, dtype=torch.uint8, pin_memory=True)
+            with torch.cuda.device(device):  # pinning would otherwise start a context on the first GPU
+                own.buffer = torch.empty(self._num_bytes, dtype=torch.uint8, pin_memory=True)
         if device not in own.streams:
             own.streams[device] = torch.cuda.Stream(device)
         return own.buffer, own.streams[device]

@@ -49,19 +49,43 @@ def together(state: DistributedState, step: str, work: Callable[[], Result], for
 
 
 def one_first(state: DistributedState, step: str, work: Callable[[], Result]) -> Result:
-    """As `together`, but one rank of each node is done before the others of it begin: it may fill a cache for them."""
-    leads = state.launch.local_rank == 0
-    found = together(state, step, lambda: work() if leads else None)
-    rest = together(state, step, lambda: None if leads else work())
-    return found if leads else rest  # type: ignore[return-value]
+    """As `together`, but rank 0 is done before one rank of each other node begins, and those before the rest.
+
+    They may fill a cache: of their node, or of all nodes.
+    """
+    turn = 0 if state.is_first else 1 if state.launch.local_rank == 0 else 2
+    results = [together(state, step, lambda now=now: work() if now == turn else None) for now in range(3)]
+    return results[turn]  # type: ignore[return-value]
 
 
-def first_decides(state: DistributedState, step: str, work: Callable[[], Any]) -> Any:
-    """The JSON-able result of `work`, which rank 0 alone runs. If it raises, all ranks raise that."""
-    found = together(state, step, lambda: work() if state.is_first else None, for_all=True)
+def first_decides(state: DistributedState, step: str, work: Callable[[], Any], is_long: bool = False) -> Any:
+    """The JSON-able result of `work`, which rank 0 alone runs. If it raises, all ranks raise that.
+
+    `is_long`: it may take longer than a rank waits for others; as long as rank 0 lives, the others are patient.
+    """
+    if is_long and state.watch is not None:
+        work = _announced(state, step, work)
+    found = together(state, step, work if state.is_first else lambda: None, for_all=True)
     if state.world_size == 1:
         return found
     return json.loads(_broadcast_text(state, json.dumps(found)))
+
+
+def _announced(state: DistributedState, step: str, work: Callable[[], Any]) -> Callable[[], Any]:
+    """`work`, whose end rank 0 tells the others over the store; they wait here, in no collective that has a timeout."""
+    watch, key = state.watch, f"done {step}"
+    assert watch is not None
+
+    def announced() -> Any:
+        try:
+            return work()
+        finally:
+            watch.announce(key)
+
+    if not state.is_first:
+        state.enter(step)
+        watch.await_value(key)
+    return announced
 
 
 def _as_json(error: Exception, state: DistributedState) -> dict[str, Any]:

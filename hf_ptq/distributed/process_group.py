@@ -36,7 +36,7 @@ from hf_ptq.errors import HfPtqError, Problem, RunError, UserError, as_text
 _RUNS = itertools.count()  # of this process: each meets the others under keys of its own
 
 MORE_MEMORY = "lower --batch_size or --calib_seq, or use more ranks"
-UNWIND = 4.0  # seconds that a failed rank has to close what it has open
+UNWIND = 4.0  # seconds that a failed rank has to close what it has open, and to be heard before the group is made
 CONNECT = timedelta(seconds=60)  # for a store that is there
 LATER = timedelta(seconds=10)  # that the watch has before a collective gives up by itself: it knows who is missing
 WATCH = "watch"
@@ -98,6 +98,8 @@ def distributed_run(
         state = DistributedState(launch.rank, launch.world_size, chosen, launch, watch)
         state.enter("meet the other ranks")
         with watch.waiting():
+            if chosen.type == "cuda":
+                _refuse_shared_gpus(_exchange(watch, "GPU", str(torch.cuda.get_device_properties(chosen).uuid)))
             dist.init_process_group(
                 _backend(chosen),
                 store=_connect(launch, timeout + LATER, f"{keys}/group"),
@@ -129,6 +131,26 @@ def _choose_device(device: str, launch: Launch) -> torch.device:
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     return chosen
+
+
+def _exchange(watch: Watch, what: str, value: str) -> list[str]:
+    """Every rank's value, by rank, before there is a group."""
+    watch.announce(f"{what} {watch.launch.rank}", value)
+    return [watch.await_value(f"{what} {rank}") for rank in range(watch.launch.world_size)]
+
+
+def _refuse_shared_gpus(uuids: list[str]) -> None:
+    """Raise UserError, on all ranks, where two have one GPU; NCCL would say so less plainly."""
+    users: dict[str, list[str]] = {}
+    for rank, uuid in enumerate(uuids):
+        users.setdefault(uuid, []).append(str(rank))
+    shared = {uuid: ranks for uuid, ranks in users.items() if len(ranks) > 1}
+    if shared:
+        what = "; ".join(f"ranks {', '.join(ranks)} share the GPU {uuid}" for uuid, ranks in shared.items())
+        cure = "start as many ranks on a node as it has GPUs, and show each rank its own or all"
+        error = UserError(Problem(what, cure))
+        error.is_agreed = True
+        raise error
 
 
 def _backend(device: torch.device) -> str:
@@ -264,4 +286,4 @@ def tell_other_nodes(launch: Launch, message: str) -> None:
         return  # the other node is gone already
     watch = Watch(store, launch, 0)
     first = next((line for line in message.splitlines() if "hf-ptq: " in line), message)
-    watch.settle(watch.publish(first.rpartition("hf-ptq: ")[2]).rank == launch.rank, seconds=1)
+    watch.settle(watch.publish(first.rpartition("hf-ptq: ")[2]).rank == launch.rank, UNWIND)

@@ -39,7 +39,7 @@ Answer = TypeVar("Answer")
 
 INTERVAL = 0.5  # seconds between two looks
 GONE = 5.0  # seconds after which a run ends whose store is gone; one that fails by itself is faster
-SILENCE = 11.0  # seconds after which a rank counts as lost
+SILENCE = 10.0  # seconds after which a rank counts as lost
 LISTEN = 3.0  # seconds after which it shows who is quiet
 SETTLE = 8.0  # seconds that a rank waits for the message and for rank 0 before it leaves
 SETTLE_LOST = 2.0  # the same where a rank is lost: it may be one of these two
@@ -126,6 +126,16 @@ class Watch:
         finally:
             self._waiting_since = None
 
+    def announce(self, key: str, value: str = "") -> None:
+        """Leave a value for the other ranks."""
+        self._ask(partial(_put, key=key, value=value), None)
+
+    def await_value(self, key: str) -> str:
+        """What another rank announces, however long that takes: if it fails or falls silent, this process ends."""
+        while (value := self._ask(partial(_get, key=key), None)) is None:
+            time.sleep(INTERVAL / 10)
+        return value
+
     def on_abort(self, cleanup: Callable[[], None]) -> None:
         """Call `cleanup` before a thread of the watch ends the process."""
         self._cleanups.append(cleanup)
@@ -152,7 +162,8 @@ class Watch:
                 if self._ask(partial(_set if is_mine else _has, key=key), True):
                     del missing[key]
             time.sleep(INTERVAL / 10)
-        if tells and self.launch.num_nodes > 1 and not self._gone:
+        is_news = tells and seconds > SETTLE_LOST  # what is lost, the others see by themselves
+        if is_news and self.launch.num_nodes > 1 and not self._gone:
             time.sleep(2 * INTERVAL)  # the store may end with this node: the others shall have looked
 
     def leave_within(self, seconds: float) -> None:
@@ -289,6 +300,14 @@ def _set(store: dist.Store, key: str) -> bool:
 
 def _has(store: dist.Store, key: str) -> bool:
     return bool(store.check([key]))
+
+
+def _put(store: dist.Store, key: str, value: str) -> None:
+    store.set(key, value)
+
+
+def _get(store: dist.Store, key: str) -> str | None:
+    return store.get(key).decode() if store.check([key]) else None
 
 
 def _place_of(thread: int) -> str:

@@ -10,8 +10,7 @@ undo it, and an error or Ctrl-C on the way undoes them all, last first.
 
 Names tell whose they are: `.NAME.hf-ptq-HOST-PID.tmp` (a run's temporary) and `.old` (an earlier export, set aside).
 The next run for the same path removes what a process left that is gone from this host; of other hosts it knows
-nothing and leaves theirs alone. `--overwrite` replaces only what hf-ptq wrote, and refuses where files lie in it that
-hf-ptq did not write.
+nothing. `--overwrite` replaces only what hf-ptq wrote, and refuses where files lie in it that hf-ptq did not write.
 
 This file does not know what a checkpoint consists of, the names of index and configuration apart.
 """
@@ -38,6 +37,7 @@ CONFIG_NAME = "config.json"
 OURS = re.compile(r"\.(?P<name>.*)\.hf-ptq-(?P<host>.+)-(?P<pid>\d{1,9})\.(?P<kind>tmp|old)", re.DOTALL)
 NOBODYS = frozenset({"lost+found"})  # what a fresh file system has in its root
 MAX_NAMED = 5
+NO_PROCESS = 999_999_999  # above what Linux gives out
 
 
 # --- checks before the run -------------------------------------------------------------------------
@@ -56,9 +56,14 @@ def check_export_path(path: Path, source_dir: Path | None, overwrite: bool) -> l
     taken = _taken(final, overwrite)
     if taken:
         return [taken]
-    home = nearest_directory(final if _goes_inside(final) else final.parent)
+    home = home_of(final)
     reason = f"{home} is no directory" if not home.is_dir() else _cannot_write(home)
     return [Problem(f"--export_path {path} cannot be written: {reason}", "take another path")] if reason else []
+
+
+def home_of(final: Path) -> Path:
+    """The existing directory in which the export's temporary, or what leads to it, would be made."""
+    return nearest_directory(final if _goes_inside(final) else final.parent)
 
 
 def check_room(path: Path, needed_bytes: int) -> list[Problem]:
@@ -235,6 +240,18 @@ class Destination:
             self._remove(self.directory)
             self._remove_parents()
 
+    def abandon(self) -> None:
+        """Remove what was made while another thread may be at work in it, or about to give it its name.
+
+        The temporary is renamed first, so that a rename in that thread finds it whole or not at all; by a process
+        number that no process has, so that the next run removes what this one does not get done.
+        """
+        doomed = self._home / _own_name(self.path, "tmp", NO_PROCESS)
+        with contextlib.suppress(OSError):  # it has its name, or nothing was made
+            self.directory.rename(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
+        self._remove_parents()
+
     def commit(self, durable: bool = False) -> None:
         """Give the finished directory its final name; `durable` waits until names and small files are on the disk."""
         try:
@@ -341,8 +358,8 @@ def _owner(found: re.Match[str]) -> Literal["alive", "gone", "unknown"]:
     return "alive"
 
 
-def _own_name(final: Path, kind: str) -> str:
-    return f".{_short(final.name)}.hf-ptq-{socket.gethostname()}-{os.getpid()}.{kind}"
+def _own_name(final: Path, kind: str, process: int | None = None) -> str:
+    return f".{_short(final.name)}.hf-ptq-{socket.gethostname()}-{process or os.getpid()}.{kind}"
 
 
 def _short(name: str) -> str:

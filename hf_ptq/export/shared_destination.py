@@ -8,7 +8,6 @@ a file lists its directory, which makes them ask the server, for up to SEEN_SECO
 from __future__ import annotations
 
 import contextlib
-import shutil
 import time
 import uuid
 from collections.abc import Iterable
@@ -19,7 +18,7 @@ from typing import Self
 from hf_ptq.distributed.agreement import first_decides, together
 from hf_ptq.distributed.process_group import DistributedState
 from hf_ptq.errors import Problem, RunError, UserError
-from hf_ptq.export.destination import Destination, nearest_directory
+from hf_ptq.export.destination import Destination, home_of
 from hf_ptq.report import Report
 
 SEEN_SECONDS = 60.0
@@ -43,11 +42,14 @@ def refuse_unshared_path(state: DistributedState, export_path: Path) -> None:
     """Raise UserError naming the ranks, and their nodes, that do not see or cannot write where the export will be."""
     if state.world_size == 1:
         return
-    home = nearest_directory(export_path.expanduser().resolve())
 
     def leave() -> str:
-        probe = home / f".hf-ptq-probe-{uuid.uuid4().hex}"
-        probe.touch()
+        probe = home_of(export_path.expanduser().resolve()) / f".hf-ptq-probe-{uuid.uuid4().hex}"
+        try:
+            probe.touch()
+        except OSError as error:
+            what = f"--export_path {export_path} cannot be written: {error.strerror}"
+            raise UserError(Problem(what, "take another path")) from error
         return str(probe)
 
     probe = Path(first_decides(state, "leave a probe at the export path", leave))
@@ -89,7 +91,7 @@ class SharedDestination:
 
         self.directory = Path(first_decides(state, "make the export directory", make))
         if own is not None and state.watch is not None:
-            state.watch.on_abort(lambda: shutil.rmtree(own.directory, ignore_errors=True))
+            state.watch.on_abort(own.abandon)
         try:
             together(state, "see the export directory", self._see)
         except RunError as error:

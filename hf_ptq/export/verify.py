@@ -23,7 +23,7 @@ import os
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,29 @@ class Expectation:
     sidecars: Collection[str | Path] = ()
 
 
+@dataclass(frozen=True)
+class Verified:
+    """How much was read back; sums over ranks."""
+
+    shards: int = 0
+    tensors: int = 0
+    of_tensors: int = 0
+    bytes: int = 0
+    of_bytes: int = 0
+
+    def __add__(self, other: Verified) -> Verified:
+        return Verified(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    def __str__(self) -> str:
+        count = f"{self.tensors} of {self.of_tensors} tensors"
+        return f"{self.shards} headers; {count}, {self.percent:.0f} % of the bytes, read back"
+
+    @property
+    def percent(self) -> float:
+        """Share of the bytes."""
+        return 100 * self.bytes / self.of_bytes if self.of_bytes else 100.0
+
+
 def verify_export(
     directory: Path,
     shards: Sequence[ShardPlan],
@@ -71,10 +94,10 @@ def verify_export(
     expectation: Expectation,
     report: Report,
     rank: int = 0,
-) -> None:
-    """Raise RunError with everything that is wrong with the export in `directory`, as far as it is `rank`'s to see.
+) -> Verified:
+    """How much was read back; RunError with everything that is wrong with the export, as far as it is `rank`'s to see.
 
-    `checksums`: CRC-32 of each tensor that `rank` wrote. Says and records (section "verified") how much was read back.
+    `checksums`: CRC-32 of each tensor that `rank` wrote.
     """
     scales = frozenset(expectation.scales)
     problems = _problems_of_the_whole(directory, shards, expectation, scales) if rank == 0 else []
@@ -87,10 +110,7 @@ def verify_export(
     if problems:
         raise RunError(*problems)
     num_bytes, total = (sum(t.num_bytes for _, t in part) for part in (wanted, _all_tensors(shards)))
-    share = 100 * num_bytes / total if total else 100.0
-    count = f"{len(wanted)} of {sum(len(shard.tensors) for shard in shards)} tensors"
-    report.say(f"verified: {len(shards)} headers; {count}, {share:.0f} % of the bytes, read back; both config files")
-    report.record("verified", {"shards": len(shards), "tensors": len(wanted), "bytes": num_bytes, "percent": share})
+    return Verified(len(shards), len(wanted), sum(len(shard.tensors) for shard in shards), num_bytes, total)
 
 
 def _problems_of_the_whole(

@@ -70,8 +70,9 @@ def gather_facts(meta: MetaModel, units: Iterable[Unit], state: DistributedState
 def expert_parameters(model: nn.Module) -> set[str]:
     """Names of the stacked parameters of routed experts: [experts, ...]."""
     modules = _experts_modules(model)
+    leaves = ("_proj", "_proj_bias")
     return {
-        f"{name}.{leaf}" for name, module in modules.items() for leaf in module._parameters if leaf.endswith("_proj")
+        f"{name}.{leaf}" for name, module in modules.items() for leaf in module._parameters if leaf.endswith(leaves)
     }
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,16 @@ def raise_on(ranks: tuple[int, ...], error: Exception) -> Case:
 
 def first_decides(state: DistributedState) -> Any:
     return agreement.first_decides(state, "decide", lambda: {"text": "größer", "numbers": [1, 2.5, None]})
+
+
+def long_decision(state: DistributedState) -> Any:
+    """Rank 0 takes longer than a rank waits for others; it is alive, so they wait."""
+    watch = state.watch
+    timeout, watch.timeout_seconds = watch.timeout_seconds, 1.0
+    try:
+        return agreement.first_decides(state, "fetch", lambda: time.sleep(4) or "fetched", is_long=True)
+    finally:
+        watch.timeout_seconds = timeout
 
 
 def one_first(state: DistributedState) -> Any:
@@ -159,6 +170,7 @@ CASES: dict[str, Case] = {
     "first decides": first_decides,
     "first refuses": first_refuses,
     "one first": one_first,
+    "a long decision": long_decision,
     "nested": nested,
     "gather": gather,
     "broadcast": broadcast,

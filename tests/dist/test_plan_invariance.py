@@ -15,6 +15,8 @@ import torch
 from ranks import differences, run_requests
 from safetensors.torch import save_file
 
+from hf_ptq.quantization.recipe import RECIPES_DIR
+
 MOE = (("qwen3_moe", "deepseek_v3"), ("mixtral", "glm4_moe", "minimax_m2"))  # for two workers
 # Name -> (ranks, options).
 MOE_PLANS: dict[str, tuple[int, dict]] = {
@@ -87,6 +89,16 @@ def test_experts(names, tiny, token_rows, tmp_path, check_export):
 def test_experts_without_data(tiny, tmp_path, check_export):
     plans = {name: plan for name, plan in MOE_PLANS.items() if plan[0] == 2}
     compare([tiny("qwen3_moe")], plans, DATA_FREE, tmp_path, check_export)
+
+
+def test_a_head_that_is_quantized_sees_every_token(tiny, token_rows, tmp_path, check_export):
+    recipe = tmp_path / "head.yaml"
+    rules = (RECIPES_DIR / "presets" / "fp8.yaml").read_text(encoding="utf-8")
+    head = '  - {pattern: "*lm_head*", weight: fp8, input: fp8}\n'
+    recipe.write_text(rules.replace("algorithm:", f"{head}algorithm:"), encoding="utf-8")
+    plans = {name: MOE_PLANS[name] for name in ("fsdp2 on one rank", "ep 2", "ep 2, dense sharded", "fsdp2")}
+    variants = {"head": {"recipe": str(recipe), "skip_generate": True}}
+    compare([tiny("qwen3_moe")], plans, variants, tmp_path, check_export, datasets=[str(token_rows)])
 
 
 def test_dense(tiny, token_rows, tmp_path, check_export):

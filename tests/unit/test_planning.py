@@ -32,10 +32,3 @@ def test_an_algorithm_that_is_not_built_for_several_ranks(tiny, tmp_path, silent
     several = Plan("replicated", "cpu", 0, (), world_size=2)
     with pytest.raises(UserError, match="'max' has not been built for several ranks"):
         planning.plan_export(config, source, meta, units, several, silent)
-
-
-def test_ranks_on_one_gpu():
-    planning._refuse_shared_gpus([None, None])
-    planning._refuse_shared_gpus([["GPU-a", "rank 0"], ["GPU-b", "rank 1"]])
-    with pytest.raises(UserError, match="rank 0, rank 2 share the GPU GPU-a"):
-        planning._refuse_shared_gpus([["GPU-a", "rank 0"], ["GPU-b", "rank 1"], ["GPU-a", "rank 2"]])

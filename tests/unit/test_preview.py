@@ -19,6 +19,35 @@ CPU = torch.device("cpu")
 ROW = torch.arange(3, 103)
 
 
+def same(count: int) -> int:
+    """What ranks that can all do the same agree on."""
+    return count
+
+
+@pytest.mark.parametrize(("agreed", "asked"), [(3, 6), (0, 6)])
+def test_in_lockstep_all_generate_as_much_as_the_poorest_can(tiny, agreed, asked, monkeypatch):
+    model, report = AutoModelForCausalLM.from_pretrained(tiny("llama")), Report(Console(quiet=True), verbose=False)
+    generate = model.generate  # which needs a process group to be in step
+    monkeypatch.setattr(model, "generate", lambda ids, synced_gpus, **options: generate(ids, **options))
+    told = []
+    done = preview(model, None, ROW, asked, report, device=CPU, agree=lambda count: told.append(count) or agreed)
+    assert told == [asked]
+    if agreed:
+        assert done is not None
+        assert len(done.tokens) == agreed
+    else:
+        assert done is None
+        assert report.warnings == ["no preview: another rank can make none"]
+
+
+def test_a_rank_that_can_make_none_says_so_to_the_others(tiny):
+    model, report = AutoModelForCausalLM.from_pretrained(tiny("llama")), Report(Console(quiet=True), verbose=False)
+    told = []
+    assert preview(model, None, None, 6, report, device=CPU, agree=lambda count: told.append(count) or 0) is None
+    assert told == [0]
+    assert report.warnings == ["no preview: no tokenizer and no data"]
+
+
 @pytest.mark.parametrize(
     ("tokens", "flaw"),
     [
@@ -49,7 +78,7 @@ def test_the_start_of_the_row_is_continued(
 
     monkeypatch.setattr(model, "generate", spy)
     expected = generate(ROW[None, :64], do_sample=False, max_new_tokens=6, attention_mask=torch.ones(1, 64))[0, 64:]
-    done = preview(model, None, ROW, 6, report, device=CPU, lockstep=lockstep)
+    done = preview(model, None, ROW, 6, report, device=CPU, agree=same if lockstep else None)
     assert done is not None
     assert done.tokens == tuple(expected.tolist())
     assert done.prompt == " ".join(map(str, range(3, 67)))
@@ -75,7 +104,7 @@ def test_a_failure_ends_a_run_in_lockstep_and_no_other(
     assert preview(model, None, ROW, 6, report, device=CPU) is None
     assert report.warnings == ["the preview failed (ValueError: in the kernel); the run goes on"]
     with pytest.raises(RunError) as caught:
-        preview(model, None, ROW, 6, report, device=CPU, lockstep=True)
+        preview(model, None, ROW, 6, report, device=CPU, agree=same)
     (problem,) = caught.value.problems
     assert problem.what == "the preview failed (ValueError: in the kernel)"
     assert problem.cure == "--skip_generate leaves the previews out"

@@ -199,3 +199,10 @@ def test_a_rank_tells_when_nothing_is_heard_of_the_first(meeting, monkeypatch) -
     monkeypatch.setattr(process_group.time, "monotonic", lambda: next(now) / 2)
     assert not first_tells(Launch(1, 2, 0, 1, 1, 2), 5.0)
     assert slept
+
+
+def test_ranks_on_one_gpu() -> None:
+    process_group._refuse_shared_gpus(["GPU-a", "GPU-b"])
+    with pytest.raises(UserError, match="ranks 0, 2 share the GPU GPU-a") as refused:
+        process_group._refuse_shared_gpus(["GPU-a", "GPU-b", "GPU-a"])
+    assert refused.value.is_agreed, "all ranks find the same, and one tells it"

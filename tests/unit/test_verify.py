@@ -38,7 +38,8 @@ class Export:
 
     def problems(self) -> list[str]:
         try:
-            verify_export(self.directory, self.shards, self.checksums, self.expectation, self.report)
+            done = verify_export(self.directory, self.shards, self.checksums, self.expectation, self.report)
+            self.report.record("verified", {**dataclasses.asdict(done), "percent": done.percent})
         except RunError as error:
             return [str(problem) for problem in error.problems]
         return []
@@ -97,7 +98,8 @@ def test_a_sound_export_passes_and_it_is_said_how_much_was_read(tmp_path, max_sh
     assert export.problems() == []
     total = sum(t.numel() * t.element_size() for t in export.tensors.values())
     assert export.report.sections["verified"] == {
-        "shards": len(export.shards), "tensors": len(export.tensors), "bytes": total, "percent": 100.0,
+        "shards": len(export.shards), "tensors": len(export.tensors), "of_tensors": len(export.tensors),
+        "bytes": total, "of_bytes": total, "percent": 100.0,
     }  # fmt: skip
 
 

@@ -57,6 +57,7 @@ def test_values_reach_all_ranks(told):
     assert both(told, "broadcast") == [[0, 1, 2], [3, 4, 5]]
     assert both(told, "numbers") == [3, 4]
     assert both(told, "one first") == [False, True]
+    assert both(told, "a long decision") == "fetched"
 
 
 def test_a_maximum_keeps_a_nan_as_infinity_and_a_sum_is_exact(told):

@@ -228,7 +228,8 @@ class Options:
         typer.Option(
             "--timeout_minutes",
             rich_help_panel=RANKS,
-            help="How long a rank waits for the others before the run fails, naming those that are missing.",
+            help="How long a rank waits for the others before the run fails, naming those that are missing; not while "
+            "rank 0 downloads.",
         ),
     ] = RunConfig.timeout_minutes
 

@@ -21,7 +21,7 @@ from hf_ptq.checkpoint.shards import ShardPlan, lay_out
 from hf_ptq.checkpoint.source import Source, open_source
 from hf_ptq.config import RunConfig
 from hf_ptq.data.datasets import choose_datasets
-from hf_ptq.data.rows import CalibrationData, DatasetUse, deal, read_calibration, rows_digest
+from hf_ptq.data.rows import CalibrationData, DatasetUse, deal, read_calibration, rows_digest, too_few_rows
 from hf_ptq.distributed.agreement import (
     broadcast,
     first_decides,
@@ -191,6 +191,8 @@ def plan_export(
         raise UserError(Problem(what, "run one process, or use a recipe with the algorithm 'max'"))
     views = weight_views(meta.placements, source.tensors, meta.stacking)
     assignment = assign(recipe, meta.model, views, dict(meta.model.all_tied_weights_keys))
+    if assignment.needs_data and config.calib_sizes:  # the data may have fewer still, which is seen when it is read
+        refuse_if_any(too_few_rows(sum(config.calib_sizes), plan.world_size))
     algos, kv = layer_algos(assignment), kv_algo(assignment)
     unquantized = unquantized_linears(source, meta.model, meta.placements, assignment)
     flat, nested = quantization_config(algos, exclude_entries(list(algos), unquantized), kv)

@@ -147,11 +147,17 @@ def batches(rows: Sequence[torch.Tensor], batch_size: int) -> Iterator[torch.Ten
             yield torch.stack(batch)
 
 
+def too_few_rows(count: int, world_size: int) -> list[Problem]:
+    """A problem if so many rows leave a rank without any."""
+    if count >= world_size:
+        return []
+    what = f"{count} calibration row{'s' * (count != 1)} cannot be dealt to {world_size} ranks"
+    return [Problem(what, f"--calib_size {world_size} or more, or fewer ranks")]
+
+
 def deal(rows: Sequence[torch.Tensor], rank: int, world_size: int) -> list[torch.Tensor]:
     """The rows of `rank`: every `world_size`-th. Raises UserError where a rank would get none."""
-    if len(rows) < world_size:
-        what = f"{len(rows)} calibration rows cannot be dealt to {world_size} ranks"
-        raise UserError(Problem(what, f"--calib_size {world_size} or more, or fewer ranks"))
+    refuse_if_any(too_few_rows(len(rows), world_size))
     return list(rows[rank::world_size])
 
 

@@ -12,7 +12,7 @@ against the DTensor. This file knows neither files nor formats.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -177,13 +177,3 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def is_shared_out(parameter: torch.Tensor) -> bool:
-    """Whether other ranks hold other parts of it."""
-    return isinstance(parameter, DTensor)
-
-
-def held_of(view_parameter: str, held: Mapping[str, range], length: int) -> range:
-    """What of a parameter's first dimension this rank holds."""
-    return held.get(view_parameter, range(length))

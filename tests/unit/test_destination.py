@@ -393,19 +393,3 @@ def test_an_earlier_export_set_aside_by_a_killed_run(tmp_path):
 def test_mount_points():
     assert module._is_mount_point(Path("/proc"))
     assert not module._is_mount_point(Path("/proc/self"))
-
-
-def test_what_is_abandoned_cannot_get_its_name(place):
-    """Another thread gives up while this one is about to commit: the export is whole or not at all."""
-    with module.Destination(place, False, quiet()) as destination:
-        (destination.directory / "config.json").write_text("{}")
-        destination.abandon()
-        with pytest.raises(RunError, match="cannot get its name"):
-            destination.commit()
-    assert not list(place.parent.rglob("config.json"))
-    assert not list(place.parent.rglob("*.tmp"))
-    with module.Destination(place, False, quiet()) as destination:
-        (destination.directory / "config.json").write_text("{}")
-        destination.commit()
-        destination.abandon()
-    assert (place / "config.json").is_file()

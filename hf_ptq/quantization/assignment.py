@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -70,9 +71,9 @@ class Assignment:
         inputs = any(q.input is not None and q.input.needs_data for q in self.quantized)
         return inputs or (self.kv is not None and self.kv.needs_data)
 
-    @property
+    @cached_property
     def by_module(self) -> dict[str, QuantizedWeight]:
-        """Source module name -> the quantized weight that it belongs to."""
+        """Source module name -> the quantized weight that it belongs to; asked for once per tensor, so made once."""
         return {module: q for q in self.quantized for module in q.view.modules}
 
 

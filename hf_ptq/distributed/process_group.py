@@ -106,8 +106,8 @@ def distributed_run(
                 rank=launch.rank,
                 world_size=launch.world_size,
                 timeout=timeout + LATER,
-                device_id=chosen if chosen.type == "cuda" else None,
-            )
+            )  # no device_id: with one, further groups are split off, which crashes in all but a process's first run
+            dist.all_reduce(torch.zeros(1, device=chosen))  # NCCL connects now, where a failure can be told
         yield state
         state.enter("end")
         with watch.waiting():

@@ -101,11 +101,12 @@ def verify_export(
     """
     scales = frozenset(expectation.scales)
     problems = _problems_of_the_whole(directory, shards, expectation, scales) if rank == 0 else []
+    of_all = sum(tensor.num_bytes for _, tensor in _all_tensors(shards))
     shards = [shard for shard in shards if shard.owner == rank]
     damaged = {shard.file: list(_file_problems(directory, shard)) for shard in shards}
     whole = [shard for shard in shards if not damaged[shard.file]]
     problems += _limited(line for lines in damaged.values() for line in lines)
-    wanted = _chosen(whole, scales)
+    wanted = _chosen(whole, scales, of_all)
     problems += _limited(_read_back(directory, wanted, checksums, scales, report))
     if problems:
         raise RunError(*problems)
@@ -213,13 +214,13 @@ def _all_tensors(shards: Iterable[ShardPlan]) -> Iterator[tuple[ShardPlan, Tenso
     return ((shard, tensor) for shard in shards for tensor in shard.tensors)
 
 
-def _chosen(shards: Sequence[ShardPlan], scales: Collection[str]) -> list[tuple[ShardPlan, TensorPlan]]:
+def _chosen(shards: Sequence[ShardPlan], scales: Collection[str], total: int) -> list[tuple[ShardPlan, TensorPlan]]:
     """What is read back, in file order: small scales, and of the rest everything or an even sample.
 
-    Even: each tensor earns its share of READ_BYTES and is read as soon as what was earned covers it, so the tensors
-    read are spread over the whole checkpoint, whatever their sizes.
+    `total`: bytes of the whole export, of which all ranks together read READ_BYTES. Even: each tensor earns its share
+    of these and is read as soon as what was earned covers it, so the tensors read are spread over the whole
+    checkpoint, whatever their sizes.
     """
-    total = sum(tensor.num_bytes for _, tensor in _all_tensors(shards))
     share, earned = min(1.0, READ_BYTES / total) if total else 1.0, 0.0
     found = []
     for shard, tensor in _all_tensors(shards):

@@ -12,7 +12,8 @@ The arithmetic is that of a mixture of experts, over rows sorted by expert:
 
 `input_quantizer` and `down_input_quantizer`, submodules of the experts module, are given the rows of both products
 and the expert of each row. There is no loop over experts and no host synchronisation, except with the loop kernel.
-Under expert parallelism `num_experts` is the local number, rows for other ranks carry the id `num_experts`, and a rank
+Under expert parallelism (transformers' exchange by all-to-all, which `model/sharding.py` asks for) `num_experts` is the
+local number, every row that arrives is one expert's, with the weight 1 (the sender weighs what comes back), and a rank
 that received no row is given an all-zero one. A rank that has run out of data goes on in step with the others and
 sends such rows too (`no_tokens`). All-zero rows are computed like any other, but the quantizers are told that they are
 no tokens: by the rows that came in, since with biases what is inside an expert is not zero. (A NaN is not zero.)
@@ -45,11 +46,11 @@ class RowQuantizer(Protocol):
     """Sees the rows of a grouped product with the expert of each; gives what is multiplied."""
 
     def quantize_rows(
-        self, values: torch.Tensor, source: torch.Tensor | None, experts: torch.Tensor, is_live: torch.Tensor | None
+        self, values: torch.Tensor, source: torch.Tensor | None, experts: torch.Tensor, is_token: torch.Tensor | None
     ) -> torch.Tensor:
         """The rows [rows, inputs]: `values` themselves, or `values[source]` (int64 [rows]).
 
-        `experts`: int64 [rows]; rows that are not `is_live` (bool [rows], under expert parallelism) are no tokens.
+        `experts`: int64 [rows]; rows that are not `is_token` (bool [rows], under expert parallelism) are not recorded.
         """
         ...
 
@@ -95,7 +96,7 @@ def grouped_linear(
 ) -> torch.Tensor:
     """One grouped matrix product: rows [rows, in] sorted by expert, weight [experts, in, out], ends int32 [experts].
 
-    Rows beyond the last end are undefined. Sizes that the kernel cannot take go through the loop.
+    Sizes that the kernel cannot take go through the loop.
     """
     if any(size * weight.element_size() % ALIGNMENT_BYTES for size in weight.shape[1:]):
         return looped_linear(rows, weight, ends, bias)
@@ -132,34 +133,28 @@ def experts_forward(
 ) -> torch.Tensor:
     """What the experts of one layer add: hidden_states [tokens, hidden], choices and weights [tokens, k]."""
     num_tokens, k = top_k_index.shape
+    is_exchanged = module._is_expert_parallel
     experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
-    is_live = is_token = None
-    if module._is_expert_parallel:
-        is_live = experts < module.num_experts
-        is_token = is_live & (hidden_states != 0).any(-1)[order // k]
-    counts = torch.zeros(module.num_experts + 1, dtype=torch.int64, device=experts.device)
-    counts.scatter_add_(0, experts, torch.ones_like(experts))
-    ends = counts[: module.num_experts].cumsum(0).to(torch.int32)
-    owner = experts.clamp(max=module.num_experts - 1)
+    is_token = hidden_states.any(-1)[order // k] if is_exchanged else None
+    counts = torch.zeros(module.num_experts, dtype=torch.int64, device=experts.device)
+    ends = counts.scatter_add_(0, experts, torch.ones_like(experts)).cumsum(0).to(torch.int32)
 
     first = "gate_up_proj" if module.has_gate else "up_proj"
-    rows = _quantized(module, INPUT_QUANTIZER, hidden_states, order // k, owner, is_token)
-    inner = _product(module, first, rows, ends, owner, kernel)
-    if is_live is not None:
-        inner = inner.masked_fill(~is_live[:, None], 0.0)  # the kernel leaves rows beyond the last end undefined
+    rows = _quantized(module, INPUT_QUANTIZER, hidden_states, order // k, experts, is_token)
+    inner = _product(module, first, rows, ends, experts, kernel)
     inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
-    inner = _quantized(module, DOWN_INPUT_QUANTIZER, inner, None, owner, is_token)
-    out = _product(module, "down_proj", inner, ends, owner, kernel)
-    if is_live is not None:
-        out = out.masked_fill(~is_live[:, None], 0.0)
+    inner = _quantized(module, DOWN_INPUT_QUANTIZER, inner, None, experts, is_token)
+    out = _product(module, "down_proj", inner, ends, experts, kernel)
     if module.has_post_expert_norm:
         out = module.post_expert_norm(out)
 
     # Back to (token, choice) by the inverse order; summing by reshape is deterministic, index_add is not.
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order), device=order.device)
-    out = out.index_select(0, inverse).view(num_tokens, k, -1)
-    weights = top_k_weights[..., None]
+    out = out.index_select(0, inverse)
+    if is_exchanged:
+        return out.to(hidden_states.dtype)
+    out, weights = out.view(num_tokens, k, -1), top_k_weights[..., None]
     out = out.mul_(weights) if out.dtype == weights.dtype else out * weights
     return out.sum(1).to(hidden_states.dtype)
 
@@ -170,12 +165,12 @@ def _quantized(
     values: torch.Tensor,
     source: torch.Tensor | None,
     experts: torch.Tensor,
-    is_live: torch.Tensor | None,
+    is_token: torch.Tensor | None,
 ) -> torch.Tensor:
     quantizer: RowQuantizer | None = module._modules.get(name)  # type: ignore[assignment]
     if quantizer is None:
         return values if source is None else values.index_select(0, source)
-    return quantizer.quantize_rows(values, source, experts, is_live)
+    return quantizer.quantize_rows(values, source, experts, is_token)
 
 
 def _product(

@@ -74,22 +74,22 @@ class Quantizer(nn.Module):
         return values
 
     def quantize_rows(
-        self, values: torch.Tensor, source: torch.Tensor | None, experts: torch.Tensor, is_live: torch.Tensor | None
+        self, values: torch.Tensor, source: torch.Tensor | None, experts: torch.Tensor, is_token: torch.Tensor | None
     ) -> torch.Tensor:
         """The same for rows [rows, in] that belong to `experts` (int64 [rows]): `values`, or `values[source]`.
 
-        Tokens are reduced and rounded before they are copied for each of their experts. `is_live` is given under
-        expert parallelism: rows that are not live are no token of this rank's experts, and not recorded.
+        Tokens are reduced and rounded before they are copied for each of their experts. `is_token` is given under
+        expert parallelism: rows that are no token are not recorded.
         """
         if self.mode == "observe" and self._pending is not None:
             assert self._seen is not None
             low, high = values.aminmax(dim=-1)
             amax = torch.maximum(high, -low).float()
             amax = amax if source is None else amax[source]
-            if is_live is None:
+            if is_token is None:
                 counted = torch.ones_like(amax)
             else:
-                amax, counted = torch.where(is_live, amax, 0.0), is_live.float()
+                amax, counted = torch.where(is_token, amax, 0.0), is_token.float()
             place = self._pending.device  # statistics are on one device, layers may be on several
             experts = experts.to(place)
             self._pending.scatter_reduce_(0, experts, amax.to(place), "amax")

@@ -32,8 +32,8 @@ def test_the_experts_of_a_rank_are_written_and_no_others() -> None:
     amax, seen = torch.full((8,), 0.5), torch.full((8,), 10.0)
     quantizer.start_observing(amax, seen)
     values = torch.tensor([[1.0, -3.0], [0.25, 0.0], [2.0, 1.0], [7.0, 8.0]])
-    is_live = torch.tensor([True, True, True, False])
-    quantizer.quantize_rows(values, None, torch.tensor([0, 2, 2, 1]), is_live)  # counted from the first that is here
+    is_token = torch.tensor([True, True, True, False])
+    quantizer.quantize_rows(values, None, torch.tensor([0, 2, 2, 1]), is_token)  # counted from the first that is here
     assert amax.tolist() == [0.5, 0.5, 3.0, 0.5, 2.0, 0.5, 0.5, 0.5]
     assert seen.tolist() == [10, 10, 11, 10, 12, 10, 10, 10]
 

@@ -246,7 +246,9 @@ def test_an_even_sample_where_there_is_too_much_to_read(monkeypatch):
     scales = {p.name for p in plans if "scale" in p.name}
     total = sum(p.num_bytes for p in plans)
     monkeypatch.setattr(module, "READ_BYTES", total // 10)
-    chosen = [tensor for _, tensor in module._chosen(shards, scales)]
+    chosen = [tensor for _, tensor in module._chosen(shards, scales, total)]
+    half = [tensor for _, tensor in module._chosen(shards[: len(shards) // 2], set(), total)]
+    assert total * 0.04 < sum(t.num_bytes for t in half) < total * 0.06, "the ranks share what is read back"
     names = {tensor.name for tensor in chosen}
     assert {f"{i}.input_scale" for i in range(400)} <= names
     num_bytes = sum(t.num_bytes for t in chosen)

@@ -87,6 +87,33 @@ def _cut(targets: Iterable[tuple[Range, torch.Tensor]]) -> Iterator[list[_Piece]
         yield chunk
 
 
+def _runs(pieces: list[_Piece]) -> Iterator[tuple[list[_Piece], torch.Tensor]]:
+    """Adjacent pieces that lie side by side in the parameter too (gate and up of an expert), and where they go.
+
+    Each run is one read or one copy: what a call costs is more than what most single matrices take.
+    """
+    run: list[_Piece] = []
+    for piece in pieces:
+        if run and not _is_next(run[-1], piece):
+            yield run, _spanned(run)
+            run = []
+        run.append(piece)
+    yield run, _spanned(run)
+
+
+def _is_next(one: _Piece, other: _Piece) -> bool:
+    """Whether `other` goes right behind `one`, in the same parameter (others may lie behind it by chance)."""
+    first, second = one.target, other.target
+    is_one_parameter = first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+    is_behind = first.data_ptr() + first.nbytes == second.data_ptr()
+    return is_one_parameter and is_behind and one.dtype == other.dtype
+
+
+def _spanned(run: list[_Piece]) -> torch.Tensor:
+    """The 1-D slice of the parameter that a run fills."""
+    return run[0].target.as_strided((sum(piece.target.numel() for piece in run),), (1,))
+
+
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous 1-D CPU tensor."""
     return memoryview(tensor.view(torch.uint8).numpy())  # type: ignore[arg-type]
@@ -107,13 +134,13 @@ def _read(reader: SourceReader, pieces: list[_Piece], view: memoryview) -> None:
 
 def _read_in_place(reader: SourceReader, pieces: list[_Piece]) -> None:
     """Into parameters on the CPU; a tensor stored in another dtype by way of a chunk of that dtype."""
-    for piece in pieces:
-        if piece.dtype == piece.target.dtype:
-            _read(reader, [piece], _bytes_of(piece.target))
+    for run, target in _runs(pieces):
+        if run[0].dtype == target.dtype:
+            _read(reader, run, _bytes_of(target))
         else:
-            stored = torch.empty(piece.target.numel(), dtype=piece.dtype)
-            _read(reader, [piece], _bytes_of(stored))
-            piece.target.copy_(stored)
+            stored = torch.empty(target.numel(), dtype=run[0].dtype)
+            _read(reader, run, _bytes_of(stored))
+            target.copy_(stored)
 
 
 def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:
@@ -150,18 +177,18 @@ class _Lane:
         stream = self.streams[device]
         with torch.cuda.stream(stream):
             stream.wait_event(allocated)
-            for piece in pieces:
-                self._copy(self.buffer[piece.offset - start : piece.end - start], piece)
+            for run, target in _runs(pieces):
+                self._copy(self.buffer[run[0].offset - start : run[-1].end - start], run[0].dtype, target)
             self.copied = copied = _event(stream)
         return copied
 
-    def _copy(self, read: torch.Tensor, piece: _Piece) -> None:
-        if piece.dtype == piece.target.dtype:
-            piece.target.view(torch.uint8).copy_(read, non_blocking=True)
+    def _copy(self, read: torch.Tensor, dtype: torch.dtype, target: torch.Tensor) -> None:
+        if dtype == target.dtype:
+            target.view(torch.uint8).copy_(read, non_blocking=True)
         else:  # a new tensor is aligned to its elements, wherever the bytes lie in the chunk
-            stored = torch.empty(piece.num_bytes, dtype=torch.uint8, device=piece.target.device)
+            stored = torch.empty(read.numel(), dtype=torch.uint8, device=target.device)
             stored.copy_(read, non_blocking=True)
-            piece.target.copy_(stored.view(piece.dtype), non_blocking=True)
+            target.copy_(stored.view(dtype), non_blocking=True)
 
 
 # --- the filler --------------------------------------------------------------------------------

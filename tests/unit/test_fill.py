@@ -173,6 +173,21 @@ def test_a_part_of_a_tensor_is_read_from_its_first_byte(monkeypatch: pytest.Monk
     ]
 
 
+def test_what_lies_side_by_side_on_both_sides_is_one_copy() -> None:
+    """Not across parameters, though their memory may touch by chance; and not where the dtype changes."""
+    memory = bytearray(64)
+    stack = torch.frombuffer(memory, dtype=torch.bfloat16, count=16)
+    behind = torch.frombuffer(memory, dtype=torch.bfloat16, count=4, offset=32)
+    assert behind.data_ptr() == stack.data_ptr() + stack.nbytes
+    entries = [TensorEntry(name, "f", "BF16", (4,), 8 * i, 8) for i, name in enumerate("abcd")]
+    entries.append(TensorEntry("wide", "f", "F32", (4,), 32, 16))
+    targets = [stack[0:4], stack[4:8], stack[12:16], behind, stack[8:12]]
+    pieces = [fill._Piece(entry, 0, entry.num_bytes, to) for entry, to in zip(entries, targets, strict=True)]
+    runs = [([piece.entry.name for piece in run], target) for run, target in fill._runs(pieces)]
+    assert [names for names, _ in runs] == [["a", "b"], ["c"], ["d"], ["wide"]]
+    assert [(t.data_ptr() - stack.data_ptr(), t.numel()) for _, t in runs] == [(0, 8), (24, 4), (32, 4), (16, 4)]
+
+
 def test_reads_follow_the_files(tiny: Tiny) -> None:
     """Adjacent tensors are one read; a whole model in one file is one, its tensors in the order of their bytes."""
     source, meta, _ = open_meta(tiny("glm4_moe"))

@@ -1,10 +1,11 @@
 """From a quantized model to the tensors of its export, following the source's names.
 
 Every tensor of the source is written under its own name. A linear that is quantized becomes the tensors of its
-format, made from the weight in memory; everything else is the source's bytes, copied from file to file. What will be
-written is planned before any weight exists (`plan_tensors`). Weights are encoded part by part, so that temporaries
-stay small; the error made is measured in the same pass, and the rounded weight can be left in the model's place, so
-that a preview computes with exactly what is on disk. Weight ranges never depend on calibration data.
+format, made from the weight in memory and stored as the output layout has them; everything else is the source's bytes,
+copied from file to file. What will be written is planned before any weight exists (planned.py). Weights are encoded
+part by part, so that temporaries stay small; the error made is measured in the same pass, and the rounded weight can
+be left in the model's place, so that a preview computes with exactly what is on disk. Weight ranges never depend on
+calibration data.
 
 Over several ranks each encodes and writes its share (share.py). Experts are encoded where they are. A dense weight that
 is spread over the ranks is gathered with its unit, since its range is that of the whole fused group, and its rounded
@@ -13,21 +14,20 @@ rows go back to where they came from.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from hf_ptq.checkpoint.dtypes import SAFETENSORS_DTYPES
-from hf_ptq.checkpoint.shards import TensorPlan
 from hf_ptq.checkpoint.slices import SourceReader
-from hf_ptq.checkpoint.source import Source
 from hf_ptq.checkpoint.writer import ShardWriter
+from hf_ptq.export.layouts.fakequant import RANGE
+from hf_ptq.export.layouts.layout import Layout
+from hf_ptq.export.planned import cache_layers, has_input_scale, kv_names, stored_dtype, tensor_name
 from hf_ptq.export.share import Share
 from hf_ptq.model.sharding import full_of, local_of
 from hf_ptq.model.units import Unit
-from hf_ptq.model.views import WEIGHT
 from hf_ptq.quantization.assignment import Assignment, QuantizedWeight
 from hf_ptq.quantization.formats import codecs
 from hf_ptq.quantization.formats.codec import Codec, Tensors
@@ -37,7 +37,6 @@ from hf_ptq.quantization.quantizer import Quantizer
 
 PART_ELEMENTS = 1 << 24  # elements encoded at a time: 64 MiB of fp32 per temporary,
 CPU_PART_ELEMENTS = 1 << 22  # and 16 MiB on a CPU, which has nothing to gain from more
-INPUT_SCALE = "input_scale"
 Index = tuple[slice, ...]
 
 
@@ -52,51 +51,13 @@ class WeightError:
     noise: float
 
 
-# --- the plan ----------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Output:
+    """Where tensors go: in which layout, which of them from this rank, by which writer."""
 
-
-def plan_tensors(units: Sequence[Unit], source: Source, assignment: Assignment) -> list[TensorPlan]:
-    """What the export holds, in the order of the units; exact before any weight is loaded.
-
-    Scales of the KV cache come last.
-    """
-    quantized = assignment.by_module
-    planned: list[TensorPlan] = []
-    for unit in units:
-        for name in unit.tensors:
-            weight = quantized.get(name.removesuffix(WEIGHT)) if name.endswith(WEIGHT) else None
-            if weight is None:
-                entry = source.tensors[name]
-                planned.append(TensorPlan(name, entry.dtype, entry.shape))
-            elif name.removesuffix(WEIGHT) == weight.view.modules[0]:
-                planned += _planned_weight(weight)
-    return planned + [TensorPlan(name, "F32", ()) for layer in _cache_layers(assignment) for name in _kv_names(layer)]
-
-
-def _cache_layers(assignment: Assignment) -> list[str]:
-    """The source's names of the attention modules whose cache has scales to store."""
-    cache = assignment.kv
-    return list(cache.layers.values()) if cache is not None and cache.needs_data else []
-
-
-def _kv_names(layer: str) -> tuple[str, str]:
-    """Where every server finds the scales of a layer's keys and values."""
-    return f"{layer}.k_proj.k_scale", f"{layer}.v_proj.v_scale"
-
-
-def _planned_weight(weight: QuantizedWeight) -> Iterator[TensorPlan]:
-    """The tensors of a view; those of all experts by kind, so that a stack lies in the file as it does in memory."""
-    modules = weight.view.modules
-    layout = codecs()[weight.weight.name].layout(weight.view.shape)
-    for local, (dtype, shape) in layout.items():
-        yield from (TensorPlan(f"{module}.{local}", SAFETENSORS_DTYPES[dtype], shape) for module in modules)
-    if has_input_scale(weight.input):
-        yield from (TensorPlan(f"{module}.{INPUT_SCALE}", "F32", ()) for module in modules)
-
-
-def has_input_scale(number_format: NumberFormat | None) -> bool:
-    """True where a static activation scale is stored."""
-    return number_format is not None and number_format.needs_data
+    layout: Layout
+    share: Share
+    writer: ShardWriter
 
 
 # --- weights -----------------------------------------------------------------------------------
@@ -107,8 +68,7 @@ def quantize_unit(
     unit: Unit,
     model: nn.Module,
     assignment: Assignment,
-    share: Share,
-    writer: ShardWriter,
+    output: Output,
     reader: SourceReader,
     keep_rounded: bool,
 ) -> list[WeightError]:
@@ -118,16 +78,17 @@ def quantize_unit(
     calls it, for the same units in the same order.
     """
     weights = weights_of(unit, assignment)
-    quantized = {module + WEIGHT for q in weights for module in q.view.modules}
+    share = output.share
     for name in unit.tensors:
-        if name not in quantized and share.writes(name):
+        if name not in assignment.by_tensor and share.writes(name):
             entry = reader.source.tensors[name]
-            writer.copy(name, reader.path(entry), entry.offset)
+            output.writer.copy(name, reader.path(entry), entry.offset)
     values = {q: q.view.of(_whole(model.get_parameter(q.view.parameter), q)) for q in weights}
     ranges = _weight_ranges(values)
     errors: list[WeightError] = []
     for weight, tensor in values.items():
-        errors += _quantize_weight(weight, tensor, ranges[weight], share, writer, keep_rounded)
+        dtype = stored_dtype(weight.view, reader.source, tensor.dtype)
+        errors += _quantize_weight(weight, tensor, ranges[weight], output, dtype, keep_rounded)
         if keep_rounded and share.is_cut(weight.view):
             _round_rows(weight, model.get_parameter(weight.view.parameter), ranges[weight], share)
     return errors
@@ -136,17 +97,18 @@ def quantize_unit(
 def weights_of(unit: Unit, assignment: Assignment) -> list[QuantizedWeight]:
     """The unit's quantized weights."""
     inside = set(unit.tensors)
-    return [q for q in assignment.quantized if q.view.modules[0] + WEIGHT in inside]
+    return [q for q in assignment.quantized if q.view.tensors[0] in inside]
 
 
-def written_modules(weight: QuantizedWeight, share: Share) -> tuple[str, ...]:
+def written_modules(weight: QuantizedWeight, layout: Layout, share: Share) -> tuple[str, ...]:
     """The modules of a weight view whose tensors this rank writes."""
     view = weight.view
     if view.is_stacked:
         written = share.written_modules(view)
         return view.modules[written.start : written.stop]
-    first = next(iter(codecs()[weight.weight.name].layout(view.shape)))  # all tensors of a module go the same way
-    return view.modules if share.writes(f"{view.modules[0]}.{first}") else ()
+    stored = layout.stored(weight.scheme).layout(view.shape, torch.bfloat16)
+    first = next(iter(stored))  # all tensors of a module go the same way
+    return view.modules if share.writes(tensor_name(view.modules[0], first)) else ()
 
 
 def _whole(parameter: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
@@ -158,12 +120,16 @@ def _quantize_weight(
     weight: QuantizedWeight,
     tensor: torch.Tensor,
     amax: torch.Tensor,
-    share: Share,
-    writer: ShardWriter,
+    output: Output,
+    dtype: torch.dtype,
     keep_rounded: bool,
 ) -> list[WeightError]:
-    """Encode one weight, or the experts of a stack that are here, and write what is this rank's to write."""
-    view, modules = weight.view, written_modules(weight, share)
+    """Encode one weight, or the experts of a stack that are here, and write what is this rank's to write.
+
+    `dtype`: the source's of this weight.
+    """
+    share, view = output.share, weight.view
+    modules = written_modules(weight, output.layout, share)
     keep_rounded = keep_rounded and not share.is_cut(view)
     if not modules and not keep_rounded:
         return []
@@ -173,16 +139,27 @@ def _quantize_weight(
         part = slice(written.start - held.start, written.stop - held.start)
         if not keep_rounded:
             tensor, amax, part = tensor[part], amax[part], slice(None)
-    encoded, signal, noise = _encode(codecs()[weight.weight.name], tensor, amax, keep_rounded)
+    rounded_to = dtype if output.layout.stored(weight.scheme).rounds_to_source else None
+    encoded, signal, noise = _encode(codecs()[weight.weight.name], tensor, amax, keep_rounded, rounded_to)
     if not modules:
         return []
-    for local, stored in encoded.items():
-        writer.write_stack(
-            [f"{module}.{local}" for module in modules], stored[part] if view.is_stacked else stored[None]
-        )
+    if not view.is_stacked:
+        encoded, amax = {local: values[None] for local, values in encoded.items()}, amax[None]
+    _write(weight, modules, {local: values[part] for local, values in encoded.items()}, output, dtype)
+    if output.layout.keeps_ranges:
+        output.writer.write_stack([tensor_name(module, RANGE) for module in modules], amax[part].float())
     sums = torch.stack([signal, noise])[:, part].tolist()
     kind, name = view.leaf, weight.weight.name
     return [WeightError(m, kind, name, s, n) for m, s, n in zip(modules, *sums, strict=True)]
+
+
+def _write(
+    weight: QuantizedWeight, modules: tuple[str, ...], encoded: Tensors, output: Output, dtype: torch.dtype
+) -> None:
+    """Queue what the layout stores of the codec's tensors [modules, ...] for writing."""
+    shape = (len(modules), *weight.view.shape)
+    for local, values in output.layout.stored(weight.scheme).store(encoded, shape, dtype).items():
+        output.writer.write_stack([tensor_name(module, local) for module in modules], values)
 
 
 def _round_rows(weight: QuantizedWeight, parameter: torch.Tensor, amax: torch.Tensor, share: Share) -> None:
@@ -216,9 +193,16 @@ def _amax(tensor: torch.Tensor, number_format: NumberFormat) -> torch.Tensor:
 
 
 def _encode(
-    codec: Codec, tensor: torch.Tensor, amax: torch.Tensor, keep_rounded: bool
+    codec: Codec,
+    tensor: torch.Tensor,
+    amax: torch.Tensor,
+    keep_rounded: bool,
+    rounded_to: torch.dtype | None = None,
 ) -> tuple[Tensors, torch.Tensor, torch.Tensor]:
-    """(stored tensors, sum of w^2, sum of (decoded - w)^2); the sums are fp64, one per matrix."""
+    """(stored tensors, sum of w^2, sum of (decoded - w)^2); the sums are fp64, one per matrix.
+
+    `rounded_to`: the dtype in which the decoded weight itself is stored.
+    """
     device = tensor.device
     layout = codec.layout(tuple(tensor.shape))
     encoded = {local: torch.empty(shape, dtype=dtype, device=device) for local, (dtype, shape) in layout.items()}
@@ -232,6 +216,7 @@ def _encode(
             whole = encoded[local]
             whole[index[: whole.dim()]] = values
         decoded = codec.decode(tensors)
+        decoded = decoded if rounded_to is None else decoded.to(rounded_to).float()
         where = index[0] if tensor.dim() == 3 else slice(None)
         exact = part.float()
         signal[where] += exact.square().sum((-1, -2)).double()
@@ -259,44 +244,38 @@ def _parts(shape: tuple[int, ...], elements: int) -> Iterator[Index]:
 # --- input scales --------------------------------------------------------------------------------
 
 
-def write_input_scales(
-    assignment: Assignment, quantizers: Mapping[str, Quantizer], share: Share, writer: ShardWriter
-) -> dict[str, float]:
-    """Write this rank's share of the static activation scales; returns input key -> scale, of all."""
-    static = [q for q in assignment.quantized if has_input_scale(q.input)]
-    keys = dict.fromkeys(q.input_key for q in static)
-    if not keys:
-        return {}
-    scales = {key: _input_scale(quantizers[key]) for key in keys}
-    host = dict(zip(keys, torch.stack(list(scales.values())).cpu(), strict=True))
-    for weight in static:
-        names = [n for module in weight.view.modules if share.writes(n := f"{module}.{INPUT_SCALE}")]
-        writer.write_stack(names, host[weight.input_key].repeat(len(names)))
-    return {key: float(scale) for key, scale in host.items()}
+def write_input_scales(assignment: Assignment, quantizers: Mapping[str, Quantizer], output: Output) -> None:
+    """Write this rank's share of what the layout stores of calibrated activations."""
+    storages = {q: output.layout.stored(q.scheme).input for q in assignment.quantized if has_input_scale(q.input)}
+    static = {q: stored for q, stored in storages.items() if stored is not None}
+    if not static:
+        return
+    made = {
+        q.input_key: stored.make(quantizers[q.input_key].codec, _range(quantizers[q.input_key]))
+        for q, stored in static.items()
+    }
+    host = dict(zip(made, torch.stack([value.flatten() for value in made.values()]).cpu(), strict=True))
+    for weight, stored in static.items():
+        names = [tensor_name(module, stored.name) for module in weight.view.modules]
+        names = [name for name in names if output.share.writes(name)]
+        output.writer.write_stack(names, host[weight.input_key].expand(len(names), 1).reshape(-1, *stored.shape))
 
 
-def _input_scale(quantizer: Quantizer) -> torch.Tensor:
-    scale = quantizer.codec.input_scale(_range(quantizer))
-    assert scale is not None
-    return scale
-
-
-def write_kv_scales(
-    assignment: Assignment, quantizers: Mapping[str, Quantizer], share: Share, writer: ShardWriter
-) -> list[str]:
+def write_kv_scales(assignment: Assignment, quantizers: Mapping[str, Quantizer], output: Output) -> list[str]:
     """Write this rank's share of the scales of a calibrated KV cache, amax / 448 whatever its format; returns warnings.
 
-    Latent attention has one range for keys and values, which are computed from the same cache.
+    A layout that keeps ranges gets those. Latent attention has one range for keys and values, which are computed from
+    the same cache.
     """
-    layers = _cache_layers(assignment)
+    layout, layers = output.layout, cache_layers(assignment)
     if not layers:
         return []
     quantizer_of = [(quantizers[f"{n}.k"], quantizers.get(f"{n}.v", quantizers[f"{n}.k"])) for n in layers]
     ranges = torch.stack([_range(q) for pair in quantizer_of for q in pair]).cpu().view(-1, 2)
-    for layer, pair in zip(layers, scale_of(ranges), strict=True):
-        for name, scale in zip(_kv_names(layer), pair, strict=True):
-            if share.writes(name):
-                writer.write(name, scale)
+    for layer, pair in zip(layers, ranges if layout.keeps_ranges else scale_of(ranges), strict=True):
+        for name, value in zip(kv_names(layout, layer), pair, strict=True):
+            if output.share.writes(name):
+                output.writer.write(name, value.reshape(layout.kv_shape))
     dead = [layer for layer, pair in zip(layers, ranges.tolist(), strict=True) if 0 in pair]
     return [f"keys or values of {layer} were zero in every calibration token; their scale is 1.0" for layer in dead]
 

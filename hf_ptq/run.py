@@ -62,7 +62,7 @@ def run(config: RunConfig, report: Report | None = None) -> Report:
                 with steps.stage(state, report, "calibrate"):  # 8
                     driver.calibrate(job, quantizers, config.batch_size, report)
             with steps.writer_for(job, export, directory) as writer, state.failing_together():
-                output = Output(export.layout, share, writer)
+                output = Output(export.layout, share, writer, source)
                 with steps.stage(state, report, "quantize"):  # 9
                     errors = driver.quantize(job, output, reader, not config.skip_generate, report)
                 steps.preview_after(config, job, quantizers, before, report)

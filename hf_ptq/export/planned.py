@@ -92,16 +92,24 @@ def _plan_weight(weight: QuantizedWeight, dtype: torch.dtype, layout: Layout, pl
     state = planned.state if layout.keeps_ranges else planned.weights
     for local, (stored, shape) in storage.layout(weight.view.shape, dtype).items():
         _add(planned, planned.weights, weight, (local, SAFETENSORS_DTYPES[stored], shape))
-    if layout.keeps_ranges:
-        _add(planned, state, weight, (RANGE, "F32", range_shape(weight)))
+    shape = range_shape(weight)
+    if layout.keeps_ranges and shape is not None:
+        _add(planned, state, weight, (RANGE, "F32", shape))
     if storage.input is not None and has_input_scale(weight.input):
         _add(planned, state, weight, (storage.input.name, "F32", storage.input.shape))
     planned.scales.update(tensor_name(m, local) for m in weight.view.modules for local in _scales(layout, weight))
 
 
-def range_shape(weight: QuantizedWeight) -> tuple[int, ...]:
-    """The shape of a module's calibrated range: one number, or one for each row."""
-    return () if weight.weight.is_shared else weight.view.shape[:1]
+def range_shape(weight: QuantizedWeight) -> tuple[int, ...] | None:
+    """The shape of a module's ranges: of the whole weight, of each row or of each block; None for those at hand."""
+    number_format, (outputs, inputs) = weight.weight, weight.view.shape
+    if number_format.is_dynamic:
+        return None
+    if number_format.is_shared:
+        return ()
+    if number_format.granularity == "channel":
+        return (outputs,)
+    return -(-outputs // number_format.block_rows), -(-inputs // number_format.input_multiple)
 
 
 def _scales(layout: Layout, weight: QuantizedWeight) -> Iterator[str]:

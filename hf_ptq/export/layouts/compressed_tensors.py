@@ -35,9 +35,10 @@ from hf_ptq.export.layouts.layout import (
     Storage,
     by_fields,
 )
-from hf_ptq.export.layouts.packing import codes_to_row_pairs, codes_to_words, row_pairs_to_codes, words_to_codes
+from hf_ptq.export.layouts.packing import codes_to_words, words_to_codes
 from hf_ptq.export.servers import EXPERT, served_modules
 from hf_ptq.quantization.formats.codec import Codec
+from hf_ptq.quantization.formats.int4 import pack_rows, unpack_rows
 
 NAME = "compressed-tensors"
 VERSION = "0.20.1"  # of the package whose configuration this is like
@@ -109,8 +110,8 @@ INT4_WORDS = Field(
     "weight_packed",
     _rows_doubled_words,
     torch.int32,
-    forward=lambda packed: codes_to_words(row_pairs_to_codes(packed), 4),
-    back=lambda words: codes_to_row_pairs(words_to_codes(words, 4)),
+    forward=lambda packed: codes_to_words(unpack_rows(packed), 4),
+    back=lambda words: pack_rows(words_to_codes(words, 4)),
 )
 INT8_WORDS = Field(
     "weight",
@@ -174,6 +175,9 @@ _MXFP8 = arguments(8, "float", "group", group_size=32, scale_dtype=UINT8, zp_dty
 _DYNAMIC = {"dynamic": True}
 _SCALED = (CODES, SCALE_WITH_ONE)
 _NVFP4_FIELDS = (PACKED, BLOCK_SCALE, GLOBAL_SCALE)
+_W4A4 = Group("NVFP4", "nvfp4-pack-quantized", _NVFP4, _NVFP4_INPUT, _NVFP4_FIELDS, STATIC_GLOBAL_INPUT)
+_W4A16 = Group("NVFP4A16", "nvfp4-pack-quantized", _NVFP4, None, _NVFP4_FIELDS)
+NVFP4_WEIGHTS = ("nvfp4", "nvfp4_static", "nvfp4_four_over_six")
 
 GROUPS: dict[Scheme, Group] = {
     ("fp8", "fp8"): Group("FP8", "float-quantized", _FP8, _FP8, _SCALED, STATIC_INPUT),
@@ -189,10 +193,8 @@ GROUPS: dict[Scheme, Group] = {
     ("int4_block32", None): _int4(32),
     ("int4_block64", None): _int4(64),
     ("int4_block128", None): _int4(128),
-    ("nvfp4", "nvfp4"): Group(
-        "NVFP4", "nvfp4-pack-quantized", _NVFP4, _NVFP4_INPUT, _NVFP4_FIELDS, STATIC_GLOBAL_INPUT
-    ),
-    ("nvfp4", None): Group("NVFP4A16", "nvfp4-pack-quantized", _NVFP4, None, _NVFP4_FIELDS),
+    **dict.fromkeys(((weight, "nvfp4") for weight in NVFP4_WEIGHTS), _W4A4),
+    **dict.fromkeys(((weight, None) for weight in NVFP4_WEIGHTS), _W4A16),
     ("mxfp4", "mxfp4"): Group(
         "MXFP4", "mxfp4-pack-quantized", _MXFP4, _MXFP4 | _DYNAMIC, (PACKED, BLOCK_SCALE)
     ),
@@ -254,7 +256,7 @@ def _problems(contents: Contents) -> Iterator[Problem]:
 def _warnings(contents: Contents) -> Iterator[str]:
     experts = {scheme for module, scheme in contents.schemes.items() if EXPERT.fullmatch(module)}
     for scheme in sorted(experts, key=str):
-        if scheme[0] == "nvfp4":
+        if scheme[0] in NVFP4_WEIGHTS:
             yield "transformers loads NVFP4 experts of this layout without their global scale: it is for servers only"
 
 

@@ -13,7 +13,7 @@ import torch
 
 from hf_ptq.errors import Problem
 from hf_ptq.export.config_files import MIXED, disagreements, quantization_config
-from hf_ptq.export.layout import ALGOS, KV_ALGOS
+from hf_ptq.export.layout import ALGOS, KV_ALGOS, NO_SERVER_READS
 from hf_ptq.export.layouts.layout import ConfigFiles, Contents, InputTensor, Layout, Scheme, Storage, as_encoded
 from hf_ptq.export.servers import EXPERT, exclude_entries, exclusion_problems, support_warnings
 from hf_ptq.quantization.formats.codec import Codec
@@ -36,6 +36,9 @@ def _storage(scheme: Scheme) -> Storage | None:
 
 
 def _kv_problem(kv: tuple[str, str]) -> str | None:
+    unread = [NO_SERVER_READS[name] for name in kv if name in NO_SERVER_READS]
+    if unread:
+        return f"keys in {kv[0]}: no server reads {unread[0]}, which they need"
     return None if kv in KV_ALGOS else f"keys in {kv[0]} with values in {kv[1]}: no server has a name for that"
 
 

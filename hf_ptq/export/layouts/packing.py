@@ -1,9 +1,8 @@
-"""Integer codes in 32-bit words, as compressed-tensors' pack-quantized format has them, to and from our codecs'.
+"""Integer codes in 32-bit words, as compressed-tensors' pack-quantized format has them, from codes of a byte and back.
 
     word = sum over i of (code_i + 2^(bits-1)) * 2^(bits * i),   i = 0 .. 32/bits - 1 consecutive inputs
 
-so that the lowest bits hold the first input and codes are stored without a sign. Our int4 codec has pairs of rows in a
-byte (the even row in the low nibble, two's complement), our int8 codec a byte for each code.
+so that the lowest bits hold the first input and codes are stored without a sign.
 """
 
 from __future__ import annotations
@@ -33,16 +32,3 @@ def words_to_codes(words: torch.Tensor, bits: int) -> torch.Tensor:
     mask, offset = (1 << bits) - 1, 1 << (bits - 1)
     places = [((words >> (bits * place)) & mask) - offset for place in range(WORD_BITS // bits)]
     return torch.stack(places, dim=-1).to(torch.int8).flatten(-2)
-
-
-def row_pairs_to_codes(packed: torch.Tensor) -> torch.Tensor:
-    """Bytes uint8 [..., out / 2, in] with two rows each -> signed int8 codes [..., out, in]."""
-    signed = packed.view(torch.int8)
-    low, high = (signed << 4) >> 4, signed >> 4  # arithmetic shifts bring the sign along
-    return torch.stack([low, high], dim=-2).flatten(-3, -2)
-
-
-def codes_to_row_pairs(codes: torch.Tensor) -> torch.Tensor:
-    """The inverse."""
-    pairs = codes.view(torch.uint8).unflatten(-2, (-1, 2))
-    return (pairs[..., 0, :] & 15) | (pairs[..., 1, :] << 4)

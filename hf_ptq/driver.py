@@ -79,7 +79,7 @@ def lay_out(job: Job, owners: Mapping[str, int]) -> Share:
 
 def load(job: Job, share: Share, reader: SourceReader, report: Report) -> None:
     """Fill this rank's share of the model unit by unit; raises RunError naming tensors that hold NaN or infinity."""
-    views = weight_views(job.meta.placements, job.source.tensors, job.meta.stacking)
+    views = weight_views(job.meta.placements, job.source.tensors, job.meta.stacking, job.meta.fused)
     view_of = {module: view for view in views for module in view.modules}
     built = [unit for unit in job.units if not unit.is_carried]
     places = places_to_fill(job.meta, job.plan)

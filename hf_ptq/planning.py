@@ -191,7 +191,7 @@ def plan_export(
     if plan.world_size > 1 and not ALGORITHMS[recipe.algorithm.method].plan_safe:
         what = f"the algorithm {recipe.algorithm.method!r} has not been built for several ranks"
         raise UserError(Problem(what, "run one process, or use a recipe with the algorithm 'max'"))
-    views = weight_views(meta.placements, source.tensors, meta.stacking)
+    views = weight_views(meta.placements, source.tensors, meta.stacking, meta.fused)
     assignment = assign(recipe, meta.model, views, dict(meta.model.all_tied_weights_keys))
     if assignment.needs_data and config.calib_sizes:  # the data may have fewer still, which is seen when it is read
         refuse_if_any(too_few_rows(sum(config.calib_sizes), plan.world_size))
@@ -263,8 +263,7 @@ def _describe(recipe: Recipe, assignment: Assignment, report: Report) -> None:
 def _effective_bits(source: Source, assignment: Assignment) -> float:
     """Stored bits per weight of the source, scales of blocks included."""
     quantized = sum(q.view.num_elements * q.weight.bits for q in assignment.quantized)
-    modules = assignment.by_module
-    entries = [e for name, e in source.tensors.items() if name.removesuffix(".weight") not in modules]
+    entries = [e for name, e in source.tensors.items() if name not in assignment.by_tensor]
     elements = sum(q.view.num_elements for q in assignment.quantized) + sum(_numel(e.shape) for e in entries)
     return (quantized + sum(8 * e.num_bytes for e in entries)) / max(1, elements)
 

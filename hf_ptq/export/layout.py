@@ -73,6 +73,8 @@ def unquantized_linears(
     modules = dict(model.named_modules())
     found = []
     for name, placement in placements.items():
+        if name in assignment.by_tensor:
+            continue
         if _holds_all_experts(name, source):
             found.append(name.rpartition(".")[0])
             continue

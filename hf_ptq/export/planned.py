@@ -16,7 +16,7 @@ from hf_ptq.checkpoint.dtypes import FLOAT_DTYPES, SAFETENSORS_DTYPES, TORCH_DTY
 from hf_ptq.checkpoint.shards import TensorPlan
 from hf_ptq.checkpoint.source import Source
 from hf_ptq.export.layouts.fakequant import RANGE
-from hf_ptq.export.layouts.layout import Layout
+from hf_ptq.export.layouts.layout import WEIGHT_TENSOR, Layout
 from hf_ptq.model.units import Unit
 from hf_ptq.model.views import WeightView
 from hf_ptq.quantization.assignment import Assignment, QuantizedWeight
@@ -39,6 +39,37 @@ class PlannedTensors:
 def tensor_name(module: str, local: str) -> str:
     """The name of a module's tensor."""
     return f"{module}.{local}"
+
+
+def tensor_names(view: WeightView, modules: Sequence[str], local: str) -> list[str]:
+    """The names of a tensor of some modules of a view; experts that are written as one have one.
+
+    Model Optimizer's names for those: the parameter's own for the weight, `gate_up_proj_weight_scale` for a scale.
+    """
+    if not view.joined:
+        return [tensor_name(module, local) for module in modules]
+    if local == WEIGHT_TENSOR:
+        return [view.joined]
+    return [f"{view.joined}.{local}" if "." in local else f"{view.joined}_{local}"]
+
+
+def joined_shape(num_experts: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of all experts' tensors together: matrices with rows and inputs exchanged, a number once."""
+    return (num_experts, shape[1], shape[0]) if len(shape) == 2 else (num_experts, *shape) if shape else ()
+
+
+def joined(stack: torch.Tensor) -> torch.Tensor:
+    """A stack [experts, ...] as the one tensor that is written; numbers are the same for all."""
+    if stack.dim() == 3:
+        return stack.transpose(-2, -1).contiguous()
+    return stack if stack.dim() > 1 else stack[0]
+
+
+def taken_apart(tensor: torch.Tensor, expert: int) -> torch.Tensor:
+    """One expert's part of such a tensor; the inverse of `joined`."""
+    if tensor.dim() == 3:
+        return tensor[expert].transpose(-2, -1).contiguous()
+    return tensor[expert] if tensor.dim() else tensor
 
 
 def stored_dtype(view: WeightView, source: Source, default: torch.dtype = torch.bfloat16) -> torch.dtype:
@@ -97,7 +128,8 @@ def _plan_weight(weight: QuantizedWeight, dtype: torch.dtype, layout: Layout, pl
         _add(planned, state, weight, (RANGE, "F32", shape))
     if storage.input is not None and has_input_scale(weight.input):
         _add(planned, state, weight, (storage.input.name, "F32", storage.input.shape))
-    planned.scales.update(tensor_name(m, local) for m in weight.view.modules for local in _scales(layout, weight))
+    for local in _scales(layout, weight):
+        planned.scales.update(tensor_names(weight.view, weight.view.modules, local))
 
 
 def range_shape(weight: QuantizedWeight) -> tuple[int, ...] | None:
@@ -127,7 +159,10 @@ def _add(
 ) -> None:
     """One tensor for each module of the view."""
     local, dtype, shape = tensor
-    for module in weight.view.modules:
-        name = tensor_name(module, local)
+    view = weight.view
+    if view.joined:
+        shape = joined_shape(len(view.modules), shape)
+    names = tensor_names(view, view.modules, local)
+    for name, module in zip(names, (view.joined,) if view.joined else view.modules, strict=True):
         place.append(TensorPlan(name, dtype, shape))
         planned.module_of[name] = module

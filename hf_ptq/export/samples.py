@@ -21,9 +21,9 @@ from hf_ptq.checkpoint.shards import ShardPlan, TensorPlan
 from hf_ptq.checkpoint.slices import SourceReader
 from hf_ptq.errors import Problem
 from hf_ptq.export.layouts.layout import Layout, Storage
-from hf_ptq.export.planned import tensor_name
+from hf_ptq.export.planned import taken_apart, tensor_names
 from hf_ptq.export.tensors import WeightError
-from hf_ptq.model.views import WEIGHT
+from hf_ptq.model.views import WeightView
 from hf_ptq.quantization.assignment import Assignment
 
 Place = tuple[Path, ShardPlan, TensorPlan]
@@ -83,8 +83,8 @@ def read_samples(
     for kind, members in by_kind(errors).items():
         for error in dict.fromkeys((members[0], worst_of(members))):
             quantized = assignment.by_module[error.module]
-            weight = reader.tensor(error.module + WEIGHT)[...].to(dtype).float()
-            decoded = _decode(places, error.module, layout.stored(quantized.scheme), quantized.view.shape)
+            weight = quantized.view.of_source(error.module, reader.tensor).to(dtype).float()
+            decoded = _decode(places, error.module, layout.stored(quantized.scheme), quantized.view)
             signal, noise = float(weight.square().sum()), float((decoded - weight).square().sum())
             cosine = float(torch.nn.functional.cosine_similarity(decoded.flatten(), weight.flatten(), dim=0))
             samples.append(Sample(error.module, kind, cosine, decibels(signal, noise)))
@@ -95,10 +95,14 @@ def read_samples(
     return samples, problems
 
 
-def _decode(places: Mapping[str, Place], module: str, storage: Storage, shape: tuple[int, int]) -> torch.Tensor:
+def _decode(places: Mapping[str, Place], module: str, storage: Storage, view: WeightView) -> torch.Tensor:
     """The module's weight from its tensors on disk, fp32 [out, in]."""
-    names = storage.layout(shape, torch.bfloat16)
-    return storage.decode({local: _read(*places[tensor_name(module, local)]) for local in names})
+    stored = {}
+    for local in storage.layout(view.shape, torch.bfloat16):
+        (name,) = tensor_names(view, [module], local)
+        tensor = _read(*places[name])
+        stored[local] = taken_apart(tensor, view.modules.index(module)) if view.joined else tensor
+    return storage.decode(stored)
 
 
 def _read(path: Path, shard: ShardPlan, tensor: TensorPlan) -> torch.Tensor:

@@ -36,8 +36,8 @@ class Share:
         return self.owners[name] == self.rank
 
     def is_cut(self, view: WeightView) -> bool:
-        """Whether a dense weight is spread over the ranks by rows."""
-        return not view.is_stacked and view.parameter in self.held
+        """Whether a weight that is written as one is spread over the ranks, by rows or by experts."""
+        return not view.is_apart and view.parameter in self.held
 
     def held_modules(self, view: WeightView) -> range:
         """The experts of a stack whose weights are here."""
@@ -74,7 +74,7 @@ def _owners_of_experts(assignment: Assignment, plan: Plan) -> dict[str, int]:
     """Module of each quantized expert -> the rank that writes it."""
     owners: dict[str, int] = {}
     for weight in assignment.quantized:
-        if weight.view.is_stacked:
+        if weight.view.is_apart:
             for rank in range(plan.world_size):
                 for expert in plan.written_experts(len(weight.view.modules), rank):
                     owners[weight.view.modules[expert]] = rank

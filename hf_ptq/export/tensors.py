@@ -15,7 +15,7 @@ rows go back to where they came from.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -25,7 +25,15 @@ from hf_ptq.checkpoint.source import Source
 from hf_ptq.checkpoint.writer import ShardWriter
 from hf_ptq.export.layouts.fakequant import RANGE
 from hf_ptq.export.layouts.layout import Layout
-from hf_ptq.export.planned import cache_layers, has_input_scale, kv_names, range_shape, stored_dtype, tensor_name
+from hf_ptq.export.planned import (
+    cache_layers,
+    has_input_scale,
+    joined,
+    kv_names,
+    range_shape,
+    stored_dtype,
+    tensor_names,
+)
 from hf_ptq.export.share import Share
 from hf_ptq.model.sharding import full_of, local_of
 from hf_ptq.model.units import Unit
@@ -99,12 +107,19 @@ def quantize_unit(
     values = {q: q.view.of(_whole(model.get_parameter(q.view.parameter), q)) for q in weights}  # by all ranks at once
     groups = {q.group for q in weights if keep_rounded or written_modules(q, output)}
     ranges = ranges_of({q: tensor for q, tensor in values.items() if q.group in groups})
+    ranges = {q: _of_all_experts(of_q) if q.view.joined else of_q for q, of_q in ranges.items()}
     errors: list[WeightError] = []
     for weight, range_ in ranges.items():
         errors += _quantize_weight(weight, values[weight], range_, output, keep_rounded)
         if keep_rounded and output.share.is_cut(weight.view):
             _round_rows(weight, values[weight], range_, model.get_parameter(weight.view.parameter), output.share)
     return errors
+
+
+def _of_all_experts(ranges: Ranges) -> Ranges:
+    """Experts that are written as one tensor have one range, where it is a number."""
+    amax = ranges.amax
+    return replace(ranges, amax=amax.amax().expand_as(amax)) if amax.dim() == 1 else ranges
 
 
 def weights_of(unit: Unit, assignment: Assignment) -> list[QuantizedWeight]:
@@ -116,17 +131,17 @@ def weights_of(unit: Unit, assignment: Assignment) -> list[QuantizedWeight]:
 def written_modules(weight: QuantizedWeight, output: Output) -> tuple[str, ...]:
     """The modules of a weight view whose tensors this rank writes."""
     view, share = weight.view, output.share
-    if view.is_stacked:
+    if view.is_apart:
         written = share.written_modules(view)
         return view.modules[written.start : written.stop]
     stored = output.layout.stored(weight.scheme).layout(view.shape, torch.bfloat16)
     first = next(iter(stored))  # all tensors of a module go the same way
-    return view.modules if share.writes(tensor_name(view.modules[0], first)) else ()
+    return view.modules if share.writes(tensor_names(view, view.modules, first)[0]) else ()
 
 
 def _whole(parameter: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
-    """The experts that are here, or the whole of a dense weight."""
-    return local_of(parameter) if weight.view.is_stacked else full_of(parameter)
+    """The experts that are here, or the whole of a weight that is written as one."""
+    return local_of(parameter) if weight.view.is_apart else full_of(parameter)
 
 
 def _quantize_weight(
@@ -142,7 +157,7 @@ def _quantize_weight(
     if not modules and not keep_rounded:
         return []
     part = slice(None)
-    if view.is_stacked:
+    if view.is_apart:
         held, written = share.held_modules(view), share.written_modules(view)
         part = slice(written.start - held.start, written.stop - held.start)
         if not keep_rounded:
@@ -156,21 +171,16 @@ def _quantize_weight(
     amax = ranges.amax
     if not view.is_stacked:
         encoded, amax = {local: values[None] for local, values in encoded.items()}, amax[None]
-    _write(weight, modules, {local: values[part] for local, values in encoded.items()}, output, dtype)
+    encoded = {local: values[part] for local, values in encoded.items()}
+    shape = (len(modules), *view.shape)
+    stored = output.layout.stored(weight.scheme).store(encoded, shape, dtype)
     if output.layout.keeps_ranges and range_shape(weight) is not None:
-        output.writer.write_stack([tensor_name(module, RANGE) for module in modules], amax[part])
+        stored[RANGE] = amax[part]
+    for local, values in stored.items():
+        output.writer.write_stack(tensor_names(view, modules, local), joined(values)[None] if view.joined else values)
     sums = torch.stack([signal, noise])[:, part].tolist()
     kind, name = view.leaf, weight.weight.name
     return [WeightError(m, kind, name, s, n) for m, s, n in zip(modules, *sums, strict=True)]
-
-
-def _write(
-    weight: QuantizedWeight, modules: tuple[str, ...], encoded: Tensors, output: Output, dtype: torch.dtype
-) -> None:
-    """Queue what the layout stores of the codec's tensors [modules, ...] for writing."""
-    shape = (len(modules), *weight.view.shape)
-    for local, values in output.layout.stored(weight.scheme).store(encoded, shape, dtype).items():
-        output.writer.write_stack([tensor_name(module, local) for module in modules], values)
 
 
 def _round_rows(
@@ -180,12 +190,13 @@ def _round_rows(
 
     Rows that a format treats together are rounded together, also where the cut goes through them.
     """
-    rows, step = share.held[weight.view.parameter], weight.weight.row_step
+    rows, step = share.held[weight.view.parameter], 1 if weight.view.joined else weight.weight.row_step
     if rows:
         start = rows.start // step * step
-        together = (slice(start, -(-rows.stop // step) * step),)
+        together: Index = (slice(start, -(-rows.stop // step) * step),)
+        together = (*together, slice(None)) if weight.view.joined else together
         _encode(weight.weight, tensor[together], ranges.of_part(weight.weight, together), True)
-        local_of(parameter).copy_(tensor[rows.start : rows.stop])
+        weight.view.of(local_of(parameter)).copy_(tensor[rows.start : rows.stop])
 
 
 def _encode(
@@ -245,7 +256,7 @@ def write_input_scales(assignment: Assignment, quantizers: Mapping[str, Quantize
     made = [stored.make(quantizer.codec, _range(quantizer)).flatten() for stored, quantizer in of_key.values()]
     host = dict(zip(of_key, torch.stack(made).cpu(), strict=True))
     for weight, stored in static.items():
-        names = [tensor_name(module, stored.name) for module in weight.view.modules]
+        names = tensor_names(weight.view, weight.view.modules, stored.name)
         names = [name for name in names if output.share.writes(name)]
         output.writer.write_stack(names, host[weight.input_key].expand(len(names), 1).reshape(-1, *stored.shape))
 

@@ -27,6 +27,10 @@ def _inexpressible(layout: Layout, contents: Contents) -> Iterator[Problem]:
             able = ", ".join(other.name for other in LAYOUTS.values() if other.storage(scheme) is not None)
             what = f"the layout {layout.name} has no name for weights in {scheme[0]} with inputs in {scheme[1]}"
             yield Problem(what, f"--export_fmt can be {able}")
+    if contents.joined and not layout.joins_experts:
+        able = ", ".join(other.name for other in LAYOUTS.values() if other.joins_experts)
+        what = f"the layout {layout.name} has no names for experts in one tensor ({contents.joined[0]})"
+        yield Problem(what, f"--export_fmt can be {able}, or leave the experts out by a rule")
     reason = layout.kv_problem(contents.kv) if contents.kv else None
     if contents.kv and reason:
         able = ", ".join(other.name for other in LAYOUTS.values() if other.kv_problem(contents.kv) is None)

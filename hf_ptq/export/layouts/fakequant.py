@@ -80,5 +80,6 @@ LAYOUT = Layout(
     problems=lambda _: (),
     warnings=_warnings,
     disagreements=_disagreements,
+    joins_experts=True,
     keeps_ranges=True,
 )

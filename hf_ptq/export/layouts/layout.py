@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hf_ptq.errors import Problem
-from hf_ptq.quantization.assignment import Assignment
+from hf_ptq.quantization.assignment import Assignment, QuantizedWeight
 from hf_ptq.quantization.formats import codec as arithmetic
 from hf_ptq.quantization.formats import codecs
 from hf_ptq.quantization.formats.codec import Codec, Tensors
@@ -89,13 +89,15 @@ class Contents:
     """What an export holds, as its configuration has to tell it.
 
     `schemes`: source module -> formats, of every quantized linear. `unquantized`: the other modules that servers build
-    as linears. `kv`: formats of keys and values; `kv_layers`: source modules whose cache has scales.
+    as linears. `kv`: formats of keys and values; `kv_layers`: source modules whose cache has scales. `joined`: modules
+    that hold all experts of a layer in one tensor.
     """
 
     schemes: Mapping[str, Scheme]
     unquantized: tuple[str, ...]
     kv: tuple[str, str] | None = None
     kv_layers: tuple[str, ...] = ()
+    joined: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ class Layout:
     the scales of keys and values, of shape `kv_shape`. `describe`: the configuration. `problems`: what servers could
     not read of it at all. `warnings`: what narrows its use. `disagreements(config.json, hf_quant_config.json,
     contents)`: what is wrong with files that were read back. `keeps_ranges`: the calibrated ranges are written into a
-    folder of their own.
+    folder of their own. `joins_experts`: it has names for tensors that hold all experts of a layer.
     """
 
     name: str
@@ -121,6 +123,7 @@ class Layout:
     disagreements: Callable[[Mapping[str, Any], Mapping[str, Any], Contents], Iterable[str]]
     kv_shape: Shape = ()
     keeps_ranges: bool = False
+    joins_experts: bool = False
 
     def stored(self, scheme: Scheme) -> Storage:
         """`storage` of a scheme that the layout is known to express."""
@@ -133,11 +136,17 @@ def contents_of(assignment: Assignment, unquantized: Iterable[str]) -> Contents:
     """What an assignment puts into the export."""
     cache = assignment.kv
     return Contents(
-        schemes={module: q.scheme for module, q in assignment.by_module.items()},
+        schemes={module: q.scheme for q in assignment.quantized for module in _named(q)},
+        joined=tuple(q.view.joined for q in assignment.quantized if q.view.joined),
         unquantized=tuple(unquantized),
         kv=(cache.k.name, cache.v.name) if cache else None,
         kv_layers=tuple(cache.layers.values()) if cache and cache.needs_data else (),
     )
+
+
+def _named(weight: QuantizedWeight) -> tuple[str, ...]:
+    """The modules as the configuration has them: experts that are written as one tensor are one."""
+    return (weight.view.joined,) if weight.view.joined else weight.view.modules
 
 
 def as_encoded(weight: str, input_tensor: InputTensor | None) -> Storage:

@@ -89,4 +89,5 @@ LAYOUT = Layout(
     problems=_problems,
     warnings=_warnings,
     disagreements=_disagreements,
+    joins_experts=True,
 )

@@ -48,8 +48,18 @@ CONFIGS: dict[str, tuple[str, dict]] = {
     "glm4_moe": ("Glm4MoeConfig", {**BASE, **GROUPED, "n_group": 1}),
     "minimax_m2": ("MiniMaxM2Config", {**BASE, **TOP2}),
 }
-# Experts of a layer in one tensor on the hub: refused for the experts, which whole-run tests therefore leave out.
-FUSED_ON_THE_HUB: dict[str, tuple[str, dict]] = {"gpt_oss": ("GptOssConfig", {**BASE, **TOP2, "sliding_window": 16})}
+# Experts of a layer in one tensor on the hub.
+FUSED_ON_THE_HUB: dict[str, tuple[str, dict]] = {
+    "gpt_oss": ("GptOssConfig", {**BASE, **TOP2, "sliding_window": 16}),
+    "gpt_oss_wide": ("GptOssConfig", {**WIDE, **TOP2, "intermediate_size": 128, "sliding_window": 16}),
+}
+VISION = {
+    "depth": 1, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "out_hidden_size": 256,
+    "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
+}  # fmt: skip
+VISION_TOKENS = {
+    "image_token_id": 253, "video_token_id": 254, "vision_start_token_id": 251, "vision_end_token_id": 252,
+}  # fmt: skip
 
 
 def save_tiny(name: str, directory: Path, dtype: torch.dtype = torch.bfloat16, **changes: object) -> Path:
@@ -79,6 +89,27 @@ def build(name: str, config: PretrainedConfig, dtype: torch.dtype) -> PreTrained
         if key in biases:
             buffer.data = buffer.data.float()  # as in the hub's checkpoints
     return model
+
+
+def save_tiny_vision(directory: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """Qwen3-VL-MoE as on the hub: experts in one tensor a layer, [experts, inputs, rows]."""
+    text = {**WIDE, **QWEN3_MOE, "rope_scaling": {"mrope_section": [8, 12, 12], "rope_type": "default"}}
+    options = {"vision_config": VISION, "tie_word_embeddings": False, **VISION_TOKENS}
+    config = transformers.Qwen3VLMoeConfig(text_config=text, **options)
+    torch.manual_seed(0)
+    model = transformers.Qwen3VLMoeForConditionalGeneration(config).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.2) if parameter.dim() > 1 else parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.to(dtype).save_pretrained(directory / "upright")
+    byte_tokenizer().save_pretrained(directory / "upright")
+
+    def transpose(tensors: dict[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if ".experts." in name:
+                tensors[name] = tensor.transpose(1, 2).contiguous()
+
+    return altered(directory / "upright", directory / "hub", transpose)
 
 
 def _starve(model: PreTrainedModel) -> None:

@@ -28,7 +28,8 @@ class WeightView:
     `modules`: names of the source's modules (tensor names without `.weight`), one per expert. `start_row`: the first
     row of the parameter's second-to-last dimension that belongs to this view. `sources`: the source's tensors that
     hold the weights where that is not one `.weight` for each module, but all experts in one; `modules` are then the
-    names that servers have for them. `is_transposed`: the parameter is [experts, inputs, rows]. `joined`: the name
+    names that servers have for them. `is_transposed`, `source_is_transposed`: the parameter, or the source's tensor of
+    all experts, is [experts, inputs, rows]. `joined`: the name
     under which the tensors of all experts are written as one, [experts, inputs, rows]; empty: each by itself.
     """
 
@@ -39,6 +40,7 @@ class WeightView:
     is_stacked: bool = False
     sources: tuple[str, ...] = ()
     is_transposed: bool = False
+    source_is_transposed: bool = False
     joined: str = ""
 
     @property
@@ -76,7 +78,7 @@ class WeightView:
             return tensors(module + WEIGHT)[...]
         expert = self.modules.index(module)
         matrix = tensors(self.sources[0])[expert : expert + 1][0]
-        upright = matrix.transpose(-2, -1) if matrix.shape[0] == self.shape[1] else matrix
+        upright = matrix.transpose(-2, -1) if self.source_is_transposed else matrix
         return upright.narrow(-2, self.start_row, self.shape[0])
 
     @property
@@ -119,7 +121,7 @@ def weight_views(
     for name, placement in placements.items():
         together = fused.get(placement.parameter or "")
         if together is not None and placement.parameter and len(tensors[name].shape) == 3:
-            plain += _fused_views(name, placement.parameter, together)
+            plain += _fused_views(tensors[name], placement.parameter, together)
             continue
         if placement.parameter is None or not name.endswith(WEIGHT) or len(tensors[name].shape) != 2:
             continue
@@ -131,9 +133,9 @@ def weight_views(
     return (*plain, *_stacked_views(stacks, tensors, stacking))
 
 
-def _fused_views(source: str, parameter: str, fused: FusedParameter) -> Iterator[WeightView]:
+def _fused_views(source: TensorEntry, parameter: str, fused: FusedParameter) -> Iterator[WeightView]:
     """One view for each projection in a tensor of all experts."""
-    stack = source.rpartition(".")[0]
+    stack = source.name.rpartition(".")[0]
     experts, rows, inputs = fused.shape
     height = rows // len(fused.projections)
     for number, leaf in enumerate(fused.projections):
@@ -143,9 +145,10 @@ def _fused_views(source: str, parameter: str, fused: FusedParameter) -> Iterator
             shape=(height, inputs),
             start_row=number * height,
             is_stacked=True,
-            sources=(source,),
+            sources=(source.name,),
             is_transposed=fused.is_transposed,
-            joined=source if fused.stays_fused else "",
+            source_is_transposed=fused.is_transposed or source.shape[1:] != (rows, inputs),
+            joined=source.name if fused.stays_fused else "",
         )
 
 

@@ -64,7 +64,13 @@ def _problems(contents: Contents) -> Iterator[Problem]:
 def _warnings(contents: Contents) -> list[str]:
     algos = {module: ALGOS[scheme].algo for module, scheme in contents.schemes.items()}
     of_experts = {algo for module, algo in algos.items() if EXPERT.fullmatch(module)}
-    return support_warnings(set(algos.values()), of_experts)
+    found = support_warnings(set(algos.values()), of_experts)
+    if contents.joined:
+        found.append(
+            f"the experts of a layer are one tensor, as on the hub ({contents.joined[0]}): Model Optimizer's names for "
+            "them are known to TensorRT-LLM, not to vLLM and SGLang"
+        )
+    return found
 
 
 def _disagreements(config: Mapping[str, Any], nested: Mapping[str, Any], contents: Contents) -> Iterator[str]:

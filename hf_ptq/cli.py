@@ -225,10 +225,11 @@ def _unknown_option(name: str, known: Sequence[str]) -> Problem:
 def _listing() -> Iterator[str]:
     """The lines of --list."""
     from hf_ptq.data.datasets import DATASETS
-    from hf_ptq.quantization.recipe import RECIPES_DIR, list_kv_presets, list_presets
+    from hf_ptq.quantization.recipe import RECIPES_DIR, list_kv_presets, list_not_built, list_presets
 
     groups = {
         "Presets (--qformat)": list_presets(),
+        "Presets of ModelOpt that are refused": list_not_built(),
         "KV-cache presets (--kv_cache_qformat)": list_kv_presets(),
         "Recipes (--recipe FILE)": [(str(RECIPES_DIR / "presets"), "the presets' own files, to copy and change")],
         "Data sets (--dataset)": [(name, spec.description) for name, spec in DATASETS.items()],

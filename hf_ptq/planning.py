@@ -186,8 +186,8 @@ def plan_export(
 ) -> tuple[Recipe, Assignment, ExportPlan]:
     """What is quantized with what, and every file of the export to the byte; refused if it does not fit."""
     recipe = load_recipe(config.recipe or config.qformat).with_kv(config.kv_cache_qformat)
-    if plan.world_size > 1 and not ALGORITHMS[recipe.algorithm].plan_safe:
-        what = f"the algorithm {recipe.algorithm!r} has not been built for several ranks"
+    if plan.world_size > 1 and not ALGORITHMS[recipe.algorithm.method].plan_safe:
+        what = f"the algorithm {recipe.algorithm.method!r} has not been built for several ranks"
         raise UserError(Problem(what, "run one process, or use a recipe with the algorithm 'max'"))
     views = weight_views(meta.placements, source.tensors, meta.stacking)
     assignment = assign(recipe, meta.model, views, dict(meta.model.all_tied_weights_keys))

@@ -36,8 +36,8 @@ LAYOUT_VERSION = "0.47.0"  # the ModelOpt release whose files these are like
 class LayerAlgo:
     """How one linear is quantized, in the words of the config files.
 
-    `algo` is a quant_algo name in upper case, `group_size` the inputs that share a scale (None: a channel or the
-    tensor), `input_bits` None for weight-only formats.
+    `algo` is a quant_algo name, `group_size` the inputs that share a scale (None: a channel or the tensor),
+    `input_bits` None for weight-only formats, `block` (rows, inputs) where rows share a scale too.
     """
 
     algo: str
@@ -45,10 +45,12 @@ class LayerAlgo:
     weight_bits: int
     input_bits: int | None
     kind: Literal["float", "int"]
+    block: tuple[int, int] | None = None
 
     def entry(self) -> dict[str, Any]:
         """The algorithm as hf_quant_config.json writes it, for all layers or for one."""
-        return {"quant_algo": self.algo} | ({} if self.group_size is None else {"group_size": self.group_size})
+        size = {} if self.group_size is None else {"group_size": self.group_size}
+        return {"quant_algo": self.algo} | size | ({} if self.block is None else {"weight_block_size": [*self.block]})
 
     def group(self, targets: Sequence[str]) -> dict[str, Any]:
         """The member of `config_groups` for layers of this kind."""

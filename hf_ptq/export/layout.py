@@ -19,18 +19,41 @@ from hf_ptq.model.views import WEIGHT
 from hf_ptq.quantization.assignment import Assignment
 
 # (weight format, input format) -> the layout's name (reference: Model Optimizer's and vLLM's quant_algo strings)
+# INT4 without AWQ is not called by AWQ's name: its readers look for a pre_quant_scale. FP8_PB_WO is in lower case as
+# TensorRT-LLM spells it; vLLM compares in upper case.
 ALGOS: dict[tuple[str, str | None], LayerAlgo] = {
     ("fp8", "fp8"): LayerAlgo("FP8", None, 8, 8, "float"),
     ("fp8_per_channel", "fp8_per_token"): LayerAlgo("FP8_PER_CHANNEL_PER_TOKEN", None, 8, 8, "float"),
-    ("nvfp4", "nvfp4"): LayerAlgo("NVFP4", 16, 4, 4, "float"),
-    ("nvfp4", None): LayerAlgo("W4A16_NVFP4", 16, 4, None, "float"),
+    ("fp8_2d", None): LayerAlgo("fp8_pb_wo", 128, 8, None, "float", (128, 128)),
+    ("int8_per_channel", "int8"): LayerAlgo("W8A8_SQ_PER_CHANNEL", None, 8, 8, "int"),
     ("int8_per_channel", None): LayerAlgo("W8A16", None, 8, None, "int"),
+    **{(f"int4_block{size}", None): LayerAlgo("W4A16", size, 4, None, "int") for size in (32, 64, 128)},
+    ("int4_block128_fp8", "fp8"): LayerAlgo("W4A8", 128, 4, 8, "int"),
+    **{
+        (weight, inputs): LayerAlgo("NVFP4" if inputs else "W4A16_NVFP4", 16, 4, 4 if inputs else None, "float")
+        for weight in ("nvfp4", "nvfp4_static", "nvfp4_four_over_six")
+        for inputs in ("nvfp4", None)
+    },
+    ("nvfp4_block32", None): LayerAlgo("W4A16_NVFP4", 32, 4, None, "float"),
+    ("nvfp4_block32_fp8", "fp8"): LayerAlgo("W4A8_NVFP4_FP8", 32, 4, 8, "float"),
+    ("mxfp4", "mxfp4"): LayerAlgo("MXFP4", 32, 4, 4, "float"),
+    ("mxfp4", None): LayerAlgo("W4A16_MXFP4", 32, 4, None, "float"),
+    ("mxfp4", "fp8"): LayerAlgo("W4A8_MXFP4_FP8", 32, 4, 8, "float"),
+    ("mxfp6", "mxfp6"): LayerAlgo("MXFP6", 32, 6, 6, "float"),
+    ("mxfp8", "mxfp8"): LayerAlgo("MXFP8", 32, 8, 8, "float"),
+    ("mxint8", "mxint8"): LayerAlgo("MXINT8", 32, 8, 8, "int"),
 }
 KV_ALGOS: dict[tuple[str, str], str] = {
     ("fp8", "fp8"): "FP8",
     ("fp8_cast", "fp8_cast"): "FP8",
     ("nvfp4", "nvfp4"): "NVFP4",
     ("nvfp4_cast", "nvfp4_cast"): "NVFP4",
+}
+# Why no server can read the cache in these: there is no place for what they need beside a scale.
+NO_SERVER_READS = {
+    "fp8_affine": "the mean of each channel",
+    "nvfp4_affine": "the mean of each channel",
+    "nvfp4_rotate": "the rotation of queries and keys",
 }
 NO_LINEAR = ("embed", "norm", "conv")  # in the names of carried-over matrices that no server builds a linear for
 
@@ -54,6 +77,10 @@ def kv_algo(assignment: Assignment) -> str | None:
     if assignment.kv is None:
         return None
     pair = assignment.kv.k.name, assignment.kv.v.name
+    unread = {NO_SERVER_READS[name]: name for name in pair if name in NO_SERVER_READS}
+    if unread:
+        what = "; ".join(f"no server reads {reason}, which keys in {name} need" for reason, name in unread.items())
+        raise UserError(Problem(what, "use --kv_cache_qformat fp8 or nvfp4 for a checkpoint that is served"))
     if pair not in KV_ALGOS:
         raise UserError(
             Problem(

@@ -47,7 +47,12 @@ ALGO_SUPPORT: dict[str, tuple[str, ...]] = {
     "W4A8_MXFP4_FP8": (TRTLLM,),
     "W8A16": (TRTLLM,),
     "W8A8_SQ_PER_CHANNEL": (TRTLLM,),
+    "W4A16": (),
+    "W4A8": (),
+    "W4A16_MXFP4": (),
     "MXFP4": (),
+    "MXFP6": (),
+    "MXINT8": (),
     "NVFP4_SVD": (),
     "MIXED_PRECISION": SERVERS,
 }

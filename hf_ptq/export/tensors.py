@@ -13,7 +13,7 @@ rows go back to where they came from.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,16 +29,17 @@ from hf_ptq.model.sharding import full_of, local_of
 from hf_ptq.model.units import Unit
 from hf_ptq.model.views import WEIGHT
 from hf_ptq.quantization.assignment import Assignment, QuantizedWeight
-from hf_ptq.quantization.formats import codecs
-from hf_ptq.quantization.formats.codec import Codec, Tensors
+from hf_ptq.quantization.formats import codecs, encode
+from hf_ptq.quantization.formats.codec import Layout, Tensors
 from hf_ptq.quantization.formats.description import NumberFormat
 from hf_ptq.quantization.formats.fp8 import scale_of
+from hf_ptq.quantization.formats.ranges import Index, Ranges, parts
 from hf_ptq.quantization.quantizer import Quantizer
+from hf_ptq.quantization.ranges import RangesOf, weight_ranges
 
 PART_ELEMENTS = 1 << 24  # elements encoded at a time: 64 MiB of fp32 per temporary,
 CPU_PART_ELEMENTS = 1 << 22  # and 16 MiB on a CPU, which has nothing to gain from more
 INPUT_SCALE = "input_scale"
-Index = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,20 @@ def has_input_scale(number_format: NumberFormat | None) -> bool:
 # --- weights -----------------------------------------------------------------------------------
 
 
+def copy_unit(unit: Unit, assignment: Assignment, share: Share, writer: ShardWriter, reader: SourceReader) -> None:
+    """Queue this rank's share of what is not quantized in the unit: the source's bytes, from file to file."""
+    for name in unquantized_of(unit, assignment):
+        if share.writes(name):
+            entry = reader.source.tensors[name]
+            writer.copy(name, reader.path(entry), entry.offset)
+
+
+def unquantized_of(unit: Unit, assignment: Assignment) -> list[str]:
+    """The unit's tensors that are written as they are."""
+    quantized = {module + WEIGHT for q in weights_of(unit, assignment) for module in q.view.modules}
+    return [name for name in unit.tensors if name not in quantized]
+
+
 @torch.no_grad()
 def quantize_unit(
     unit: Unit,
@@ -109,27 +124,24 @@ def quantize_unit(
     assignment: Assignment,
     share: Share,
     writer: ShardWriter,
-    reader: SourceReader,
     keep_rounded: bool,
+    ranges_of: RangesOf = weight_ranges,
 ) -> list[WeightError]:
-    """Encode the unit's quantized weights and queue this rank's share of all tensors but the input scales for writing.
+    """Encode the unit's quantized weights and queue this rank's share of their tensors for writing.
 
-    `keep_rounded`: leave decode(encode(w)) in the model instead of w. Weights are finite (model/finite.py). Every rank
-    calls it, for the same units in the same order.
+    `keep_rounded`: leave decode(encode(w)) in the model instead of w. `ranges_of`: the ranges of some weights, asked
+    for the fused groups of which this rank needs something. Weights are finite (model/finite.py). Every rank calls it,
+    for the same units in the same order.
     """
     weights = weights_of(unit, assignment)
-    quantized = {module + WEIGHT for q in weights for module in q.view.modules}
-    for name in unit.tensors:
-        if name not in quantized and share.writes(name):
-            entry = reader.source.tensors[name]
-            writer.copy(name, reader.path(entry), entry.offset)
-    values = {q: q.view.of(_whole(model.get_parameter(q.view.parameter), q)) for q in weights}
-    ranges = _weight_ranges(values)
+    values = {q: q.view.of(_whole(model.get_parameter(q.view.parameter), q)) for q in weights}  # by all ranks at once
+    groups = {q.group for q in weights if keep_rounded or written_modules(q, share)}
+    ranges = ranges_of({q: tensor for q, tensor in values.items() if q.group in groups})
     errors: list[WeightError] = []
-    for weight, tensor in values.items():
-        errors += _quantize_weight(weight, tensor, ranges[weight], share, writer, keep_rounded)
+    for weight, range_ in ranges.items():
+        errors += _quantize_weight(weight, values[weight], range_, share, writer, keep_rounded)
         if keep_rounded and share.is_cut(weight.view):
-            _round_rows(weight, model.get_parameter(weight.view.parameter), ranges[weight], share)
+            _round_rows(weight, values[weight], range_, model.get_parameter(weight.view.parameter), share)
     return errors
 
 
@@ -157,7 +169,7 @@ def _whole(parameter: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
 def _quantize_weight(
     weight: QuantizedWeight,
     tensor: torch.Tensor,
-    amax: torch.Tensor,
+    ranges: Ranges,
     share: Share,
     writer: ShardWriter,
     keep_rounded: bool,
@@ -172,8 +184,9 @@ def _quantize_weight(
         held, written = share.held_modules(view), share.written_modules(view)
         part = slice(written.start - held.start, written.stop - held.start)
         if not keep_rounded:
-            tensor, amax, part = tensor[part], amax[part], slice(None)
-    encoded, signal, noise = _encode(codecs()[weight.weight.name], tensor, amax, keep_rounded)
+            whole_part = (part, slice(None))
+            tensor, ranges, part = tensor[part], ranges.of_part(weight.weight, whole_part), slice(None)
+    encoded, signal, noise = _encode(weight.weight, tensor, ranges, keep_rounded)
     if not modules:
         return []
     for local, stored in encoded.items():
@@ -185,52 +198,37 @@ def _quantize_weight(
     return [WeightError(m, kind, name, s, n) for m, s, n in zip(modules, *sums, strict=True)]
 
 
-def _round_rows(weight: QuantizedWeight, parameter: torch.Tensor, amax: torch.Tensor, share: Share) -> None:
-    """Leave the rounded weight in the rows that are here: below the range, a format's scales are of parts of a row."""
-    rows = share.held[weight.view.parameter]
+def _round_rows(
+    weight: QuantizedWeight, tensor: torch.Tensor, ranges: Ranges, parameter: torch.Tensor, share: Share
+) -> None:
+    """Leave the rounded weight in the rows that are here; `tensor`, the gathered weight, is used up.
+
+    Rows that a format treats together are rounded together, also where the cut goes through them.
+    """
+    rows, step = share.held[weight.view.parameter], weight.weight.row_step
     if rows:
-        _encode(
-            codecs()[weight.weight.name],
-            local_of(parameter),
-            amax[rows.start : rows.stop] if amax.dim() else amax,
-            True,
-        )
-
-
-def _weight_ranges(parameters: Mapping[QuantizedWeight, torch.Tensor]) -> dict[QuantizedWeight, torch.Tensor]:
-    """amax of each weight as its format wants it; formats with one scale per tensor take the fused group's maximum."""
-    ranges = {q: _amax(tensor, q.weight) for q, tensor in parameters.items()}
-    shared: dict[str, torch.Tensor] = {}
-    for weight, amax in ranges.items():
-        if weight.weight.is_shared:
-            most = shared.get(weight.group, amax)
-            shared[weight.group] = torch.maximum(most, amax.to(most.device))
-    return {q: shared[q.group].to(amax.device) if q.weight.is_shared else amax for q, amax in ranges.items()}
-
-
-def _amax(tensor: torch.Tensor, number_format: NumberFormat) -> torch.Tensor:
-    """max |w| over each matrix, fp32 [...], or over each row, fp32 [..., out]."""
-    rows_low, rows_high = tensor.aminmax(dim=-1)
-    rows = torch.maximum(rows_high, -rows_low).float()
-    return rows.amax(-1) if number_format.is_shared else rows
+        start = rows.start // step * step
+        together = (slice(start, -(-rows.stop // step) * step),)
+        _encode(weight.weight, tensor[together], ranges.of_part(weight.weight, together), True)
+        local_of(parameter).copy_(tensor[rows.start : rows.stop])
 
 
 def _encode(
-    codec: Codec, tensor: torch.Tensor, amax: torch.Tensor, keep_rounded: bool
+    number_format: NumberFormat, tensor: torch.Tensor, ranges: Ranges, keep_rounded: bool
 ) -> tuple[Tensors, torch.Tensor, torch.Tensor]:
     """(stored tensors, sum of w^2, sum of (decoded - w)^2); the sums are fp64, one per matrix."""
-    device = tensor.device
-    layout = codec.layout(tuple(tensor.shape))
-    encoded = {local: torch.empty(shape, dtype=dtype, device=device) for local, (dtype, shape) in layout.items()}
+    codec, device, shape = codecs()[number_format.name], tensor.device, tuple(tensor.shape)
+    layout = codec.layout(shape)
+    encoded = {local: torch.empty(size, dtype=dtype, device=device) for local, (dtype, size) in layout.items()}
     matrices = tensor.shape[0] if tensor.dim() == 3 else 1
     signal = torch.zeros(matrices, dtype=torch.float64, device=device)
     noise = torch.zeros_like(signal)
-    for index in _parts(tuple(tensor.shape), CPU_PART_ELEMENTS if device.type == "cpu" else PART_ELEMENTS):
+    elements = CPU_PART_ELEMENTS if device.type == "cpu" else PART_ELEMENTS
+    for index in parts(shape, elements, number_format.row_step):
         part = tensor[index]
-        tensors = codec.encode(part, amax[index[: amax.dim()]])
+        tensors = encode(number_format, part, ranges.of_part(number_format, index))
         for local, values in tensors.items():
-            whole = encoded[local]
-            whole[index[: whole.dim()]] = values
+            encoded[local][_stored_index(codec.layout, local, index, shape)] = values
         decoded = codec.decode(tensors)
         where = index[0] if tensor.dim() == 3 else slice(None)
         exact = part.float()
@@ -241,19 +239,14 @@ def _encode(
     return encoded, signal, noise
 
 
-def _parts(shape: tuple[int, ...], elements: int) -> Iterator[Index]:
-    """Indices that cut [out, in] into blocks of rows and [experts, out, in] into blocks of experts or of rows."""
-    matrix = shape[-2] * shape[-1]
-    if len(shape) == 3 and matrix <= elements:
-        step = max(1, elements // max(1, matrix))
-        yield from ((slice(start, start + step), slice(None)) for start in range(0, shape[0], step))
-        return
-    step = max(1, elements // max(1, shape[-1]))
-    rows = [slice(start, start + step) for start in range(0, shape[-2], step)]
-    if len(shape) == 2:
-        yield from ((r,) for r in rows)
-    else:
-        yield from ((slice(e, e + 1), r) for e in range(shape[0]) for r in rows)
+def _stored_index(
+    layout: Callable[[tuple[int, ...]], Layout], local: str, index: Index, shape: tuple[int, ...]
+) -> Index:
+    """Where the stored tensor `local` of weight[index] lies in that of the whole weight: after what the rows before
+    it take, which are a multiple of the rows that the format treats together."""
+    *leading, rows = index
+    ends = [layout((row, shape[-1]))[local][1][:1] for row in rows.indices(shape[-2])[:2]]
+    return (*leading, *(slice(*pair) for pair in zip(*ends, strict=True)))
 
 
 # --- input scales --------------------------------------------------------------------------------

@@ -229,10 +229,13 @@ def _unfit(decisions: Mapping[WeightView, _Formats | str]) -> dict[str, str]:
     """Module, or all experts of a layer -> why its format cannot take it."""
     found: dict[str, str] = {}
     for view, decision in decisions.items():
-        if not isinstance(decision, str) and view.shape[1] % decision.weight.input_multiple:
-            place, of = (view.stack, f" of {view.leaf}") if view.is_stacked else (view.modules[0], "")
-            multiple = f"{decision.weight.input_multiple}, as {decision.weight.name} needs"
-            found[place] = f"{view.shape[1]} inputs{of} are no multiple of {multiple}"
+        if isinstance(decision, str):
+            continue
+        place, of = (view.stack, f" of {view.leaf}") if view.is_stacked else (view.modules[0], "")
+        weight, sizes = decision.weight, zip(("outputs", "inputs"), view.shape, strict=True)
+        for (what, size), multiple in zip(sizes, (weight.output_multiple, weight.input_multiple), strict=True):
+            if size % multiple:
+                found[place] = f"{size} {what}{of} are no multiple of {multiple}, as {weight.name} needs"
     return found
 
 

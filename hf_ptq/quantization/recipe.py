@@ -7,7 +7,7 @@ A recipe is a YAML file:
       - {pattern: "*.experts.*", weight: nvfp4, input: nvfp4}
       - {import: default_disabled}           # the rules of another file, at this place
       - {pattern: "*.layers.0.*", enable: false}
-    algorithm: max
+    algorithm: max                           # or mse, {method: mse, fp8_scale_sweep: true}: see algorithm.py
     kv_cache: fp8_cast                       # optional; --kv_cache_qformat wins
 
 `pattern` is a case-sensitive glob (or a list of globs) on the names of modules, in the checkpoint's naming or in the
@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -33,6 +33,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from hf_ptq.errors import Problem, UserError
+from hf_ptq.quantization.algorithm import AlgorithmSpec, Max, read_algorithm
 from hf_ptq.quantization.formats.description import Role, formats_for
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -42,40 +43,11 @@ ROLE_OF_FIELD: dict[str, Role] = {"weight": "weight", "input": "input", "k": "kv
 # Names that users know from the peer, refused by that name until they are built.
 NOT_BUILT_YET: dict[str, str] = {
     **dict.fromkeys(("int4_awq", "w4a8_awq_beta", "nvfp4_awq_lite", "nvfp4_awq_clip", "nvfp4_awq_full"), "AWQ"),
-    **dict.fromkeys(("int8_smoothquant",), "SmoothQuant"),
-    **dict.fromkeys(("nvfp4_svdquant",), "SVDQuant"),
-    **dict.fromkeys(("nvfp4_four_over_six", "nvfp4_w4a4_weight_mse_fp8_sweep"), "the MSE search"),
-    **dict.fromkeys(("nvfp4_w4a4_weight_local_hessian",), "the local Hessian search"),
-    **dict.fromkeys(
-        (
-            "int8",
-            "int4_blockwise_weight_only",
-            "fp8_2d_blockwise_weight_only",
-            "mxfp4",
-            "mxfp6",
-            "mxfp8",
-            "mxint8",
-            "mxfp4_mlp_weight_only",
-            "w4a8_mxfp4_fp8",
-            "w4a8_nvfp4_fp8",
-            "nvfp4_mlp_weight_only",
-        ),
-        "its number format",
-    ),
-    **dict.fromkeys(
-        (
-            "nvfp4_omlp_only",
-            "nvfp4_fp8_mha",
-            "mamba_moe_fp8_aggressive",
-            "mamba_moe_fp8_conservative",
-            "mamba_moe_nvfp4_aggressive",
-            "mamba_moe_nvfp4_conservative",
-        ),
-        "its recipe",
-    ),
+    "int8_smoothquant": "SmoothQuant",
+    "nvfp4_svdquant": "SVDQuant",
+    "nvfp4_w4a4_weight_local_hessian": "the local Hessian search",
 }
 DEFAULT_KV = "fp8_cast"
-KV_NOT_BUILT_YET = ("fp8_affine", "nvfp4_affine", "nvfp4_rotate")
 
 
 class Rule(BaseModel):
@@ -135,8 +107,13 @@ class _File(BaseModel):
 
     description: str = ""
     rules: list[dict[str, Any]] = Field(default_factory=list)
-    algorithm: Literal["max"] = "max"
+    algorithm: AlgorithmSpec = Max()
     kv_cache: str | None = None
+
+    @field_validator("algorithm", mode="before")
+    @classmethod
+    def _algorithm(cls, value: Any) -> AlgorithmSpec:
+        return read_algorithm(value)
 
 
 @dataclass(frozen=True)
@@ -146,7 +123,7 @@ class Recipe:
     name: str
     description: str
     rules: tuple[Rule, ...]
-    algorithm: str = "max"
+    algorithm: AlgorithmSpec = field(default_factory=Max)
     kv_cache: str | None = None
     origin: str = ""  # the file, for messages
 
@@ -184,8 +161,6 @@ def load_kv(name: str) -> tuple[Rule, ...]:
     if path.is_file() and Path(name).name == name:
         return _load_file(path).rules
     names = [preset for preset, _ in list_kv_presets()]
-    if name in KV_NOT_BUILT_YET:
-        raise UserError(Problem(f"--kv_cache_qformat {name} is not built yet", f"use one of {', '.join(names)}"))
     near = difflib.get_close_matches(name, names, 3, 0.4)
     raise UserError(Problem(f"--kv_cache_qformat {name!r} is not known", f"nearest: {', '.join(near or names)}"))
 
@@ -193,6 +168,11 @@ def load_kv(name: str) -> tuple[Rule, ...]:
 def list_presets() -> list[tuple[str, str]]:
     """(name, description) of every preset that `--qformat` takes."""
     return _list("presets")
+
+
+def list_not_built() -> list[tuple[str, str]]:
+    """(name, what is missing) of the presets that users know from the peer and that are refused."""
+    return [(name, f"not built yet: {missing} is missing") for name, missing in sorted(NOT_BUILT_YET.items())]
 
 
 def list_kv_presets() -> list[tuple[str, str]]:

@@ -7,8 +7,8 @@
 
 Pieces that ModelOpt ships have equivalents in `recipes/modelopt/library.yaml`, under ModelOpt's names. A file that is
 imported says what it is in a comment, `# modelopt-schema: modelopt.<type>`; a list that has imports of its own is the
-second document of its file. Names of files are looked up beside the importing file, in the working directory, and in
-the library. This module knows nothing of what the configuration means.
+second document of its file. Files are looked up from the folder of the importing file, from those above it, from the
+working directory, and in the library. This module knows nothing of what the configuration means.
 """
 
 from __future__ import annotations
@@ -32,11 +32,6 @@ def load_resolved(path: Path, problems: list[Problem], chain: tuple[Path, ...] =
     """The content of a file with every import in its place; None where problems were found."""
     documents, _ = read_documents(path)
     return _resolved(documents, path, problems, (*chain, path.resolve()))
-
-
-def is_from_library(name: str) -> bool:
-    """True for the name of a piece that ships with hf-ptq."""
-    return _library_name(name) in library()
 
 
 @cache
@@ -99,7 +94,7 @@ def _imported(target: str, alias: Any, importer: Path, problems: list[Problem], 
 
 
 def _found(target: str, importer: Path) -> Path | None:
-    folders = (importer.parent, Path.cwd())
+    folders = (*importer.resolve().parents, Path.cwd())
     names = [Path(target).expanduser().with_name(Path(target).name + end) for end in ("", ".yaml", ".yml")]
     return next((p.resolve() for folder in folders for name in names if (p := folder / name).is_file()), None)
 

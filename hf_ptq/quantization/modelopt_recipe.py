@@ -7,8 +7,8 @@
         - {quantizer_name: "*", enable: false}
         - {quantizer_name: "*weight_quantizer", cfg: {num_bits: e4m3, axis: null}}
 
-A file may also be the `quantize` part alone, or a directory with metadata.yml and quantize.yml. `kv_cache`, beside or in
-`quantize`, is a quant_cfg of its own that comes last, or the name of a KV preset. A quantizer that no entry speaks
+A file may also be the `quantize` part alone, or a directory with metadata.yml and quantize.yml. `kv_cache`, beside or
+in `quantize`, is a quant_cfg of its own that comes last, or the name of a KV preset. A quantizer that no entry speaks
 about is on and INT8, as ModelOpt makes it; its recipes therefore begin by turning everything off.
 """
 
@@ -20,9 +20,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from hf_ptq.errors import Problem
+from hf_ptq.quantization.algorithm import AlgorithmSpec, Max, read_algorithm
 from hf_ptq.quantization.modelopt_imports import load_resolved
 from hf_ptq.quantization.numerics import Attributes, meaning
 from hf_ptq.quantization.rules import ATTENTION, QuantizerRule
@@ -36,6 +37,10 @@ UNTOUCHED = (
     QuantizerRule(("*_weight_quantizers.*",), True, (), *_TENSOR, optional=True, speaks_of=frozenset({"weight"})),
     QuantizerRule(("*",), True, (), *_TENSOR, optional=True, speaks_of=frozenset({"input", *ATTENTION})),
 )
+
+
+# Settings of an algorithm that change no range: ranks always agree, a forward that nothing needs is always left out.
+NO_EFFECT = ("distributed_sync", "skip_forward_without_activation_calib", "shared_states")
 
 
 class Metadata(BaseModel):
@@ -70,10 +75,24 @@ class Quantize(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    algorithm: Any = "max"
+    algorithm: AlgorithmSpec = Max()
     quant_cfg: list[Any] = Field(default_factory=list)
     effective_bits: float | None = None
     kv_cache: Any = None
+
+    @field_validator("algorithm", mode="before")
+    @classmethod
+    def _algorithm(cls, value: Any) -> AlgorithmSpec:
+        steps = value if isinstance(value, list) else [value]
+        return read_algorithm([_with_effect(step) if isinstance(step, dict) else step for step in steps])
+
+
+def _with_effect(settings: dict[str, Any]) -> dict[str, Any]:
+    """An algorithm's settings without those that change the order of the work only, or nothing."""
+    layerwise = settings.get("layerwise")
+    reorders = not (isinstance(layerwise, dict) and layerwise.get("get_qdq_activations_from_prev_layer"))
+    same = [*NO_EFFECT, *(["layerwise"] if reorders else [])]
+    return {key: value for key, value in settings.items() if key not in same and value is not None}
 
 
 class Part(BaseModel):
@@ -92,7 +111,7 @@ class ModelOptRecipe:
 
     description: str
     rules: tuple[QuantizerRule, ...]
-    algorithm: Any
+    algorithm: AlgorithmSpec
     kv_cache: str | None = None
 
 
@@ -139,11 +158,17 @@ def _sections(path: Path, problems: list[Problem]) -> dict[str, Any] | None:
     """The content of a file, or of the files of a directory, one a section."""
     if not path.is_dir():
         data = load_resolved(path, problems)
-        return data if isinstance(data, dict) else None
+        if data is None or isinstance(data, dict):
+            return data
+        cure = "give a file with metadata and quantize; this one is a piece that such a file imports"
+        problems.append(Problem(f"{path}: a {type(data).__name__} is no recipe", cure))
+        return None
     found = {name: _section_file(path, name) for name in SECTIONS}
     missing = [name for name, file in found.items() if file is None]
     if missing:
-        cure = "a directory is a recipe of ModelOpt's with the files " + " and ".join(f"{name}.yml" for name in SECTIONS)
+        cure = "a directory is a recipe of ModelOpt's with the files " + " and ".join(
+            f"{name}.yml" for name in SECTIONS
+        )
         problems.append(Problem(f"{path}: there is no {' and no '.join(f'{name}.yml' for name in missing)}", cure))
         return None
     return {name: load_resolved(file, problems) for name, file in found.items() if file is not None}

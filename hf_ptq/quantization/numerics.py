@@ -29,22 +29,24 @@ MEANING: dict[str, dict[Role, str]] = {
     "8 bits": {"input": "int8"},
     "8 bits, axis 0": {"weight": "int8_per_channel"},
     "8 bits, each row at run time": {"input": "int8_per_token"},
-    "4 bits, blocks 32": {"weight": "int4_32"},
-    "4 bits, blocks 64": {"weight": "int4_64"},
-    "4 bits, blocks 128": {"weight": "int4"},
-    "4 bits, blocks 128, then e4m3": {"weight": "w4a8"},
+    "4 bits, blocks 32": {"weight": "int4_block32"},
+    "4 bits, blocks 64": {"weight": "int4_block64"},
+    "4 bits, blocks 128": {"weight": "int4_block128"},
+    "4 bits, blocks 128, then e4m3": {"weight": "int4_block128_fp8"},
     "e2m1, blocks 16 at run time, e4m3 scales": {"weight": "nvfp4", "input": "nvfp4", "kv": "nvfp4"},
     "e2m1, blocks 16 at run time, e4m3 scales, constant range": {"kv": "nvfp4_cast"},
     "e2m1, blocks 16 at run time, e4m3 scales, bias": {"kv": "nvfp4_affine"},
     "e2m1, blocks 16 at run time, e4m3 scales, rotated": {"kv": "nvfp4_rotate"},
     "e2m1, blocks 16, e4m3 scales": {"weight": "nvfp4_static"},
     "e2m1, blocks 16, e4m3 scales, four over six": {"weight": "nvfp4_four_over_six"},
-    "e2m1, blocks 32 at run time, e4m3 scales": {"weight": "nvfp4_bs32"},
+    "e2m1, blocks 32 at run time, e4m3 scales": {"weight": "nvfp4_block32"},
     "e2m1, blocks 32 at run time, e8m0 scales": {"weight": "mxfp4", "input": "mxfp4"},
     "e3m2, blocks 32 at run time, e8m0 scales": {"weight": "mxfp6", "input": "mxfp6"},
     "e4m3, blocks 32 at run time, e8m0 scales": {"weight": "mxfp8", "input": "mxfp8"},
     "8 bits, blocks 32 at run time, e8m0 scales": {"weight": "mxint8", "input": "mxint8"},
 }
+# A weight's format that depends on the input's: its block scales leave room for the product's own scale.
+BESIDE: dict[tuple[str, str], str] = {("nvfp4_block32", "fp8"): "nvfp4_block32_fp8"}
 WORDS: dict[Tensor, str] = {"output": "output of a linear", "q": "query", "p": "attention probability"}
 
 

@@ -53,7 +53,8 @@ class Place:
 
     def quantizers_of(self, tensor: Tensor) -> tuple[str, ...]:
         """ModelOpt's names of the quantizer of one tensor."""
-        return self.quantizers.get(tensor) or tuple(f"{name}.{SUFFIXES[tensor]}" for name in self.names)
+        known = self.quantizers.get(tensor)
+        return tuple(f"{name}.{SUFFIXES[tensor]}" for name in self.names) if known is None else known
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class Said:
     enable: bool
     format: str | None = None
     reason: str | None = None
+    mla: str = "latent"
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ class Decision:
     format: str | None = None
     rule: str | None = None
     reason: str | None = None
+    mla: str = "latent"  # what latent attention is calibrated on
 
     @property
     def asks(self) -> bool:
@@ -83,9 +86,9 @@ class Decision:
         return self.format is not None or self.reason is not None
 
     @property
-    def effect(self) -> tuple[str | None, str | None]:
+    def effect(self) -> tuple[str | None, ...]:
         """What two decisions are compared by: the outcome, whichever rule led to it."""
-        return self.format, self.reason
+        return self.format, self.reason, self.mla if self.format else None
 
 
 class Rule(BaseModel):
@@ -156,7 +159,7 @@ class Rule(BaseModel):
         classes = [name for name in place.classes if name in self.parent_class]
         rule = pattern + (f" in {classes[0]}" if classes else "")
         chosen = getattr(self, tensor) if self.enable else None
-        return Said(rule, enable=chosen is not None, format=chosen)
+        return Said(rule, enable=chosen is not None, format=chosen, mla=self.mla)
 
     def unmatched(self, places: Sequence[Place]) -> list[str]:
         """The patterns that fit no module, where that is worth telling."""
@@ -185,7 +188,6 @@ class QuantizerRule:
     reasons: Mapping[Tensor, str] = field(default_factory=dict)
     optional: bool = False
     speaks_of: frozenset[Tensor] = frozenset((*LINEAR, *ATTENTION))
-    mla: Literal["latent", "expanded"] = "latent"
 
     def says(self, tensor: Tensor, place: Place) -> Said | None:
         """What the entry says about a tensor of a module; None where it does not speak about it."""
@@ -231,7 +233,7 @@ def settle(rules: Sequence[AnyRule], tensor: Tensor, place: Place) -> Decision:
         if not last.enable:
             return Decision(None, last.rule)
         if said.format is not None or said.reason is not None:
-            return Decision(said.format, last.rule, said.reason)
+            return Decision(said.format, last.rule, said.reason, said.mla)
     return Decision(None, last.rule if last else None)
 
 

@@ -171,7 +171,9 @@ def _sections(path: Path, problems: list[Problem]) -> dict[str, Any] | None:
         )
         problems.append(Problem(f"{path}: there is no {' and no '.join(f'{name}.yml' for name in missing)}", cure))
         return None
-    return {name: load_resolved(file, problems) for name, file in found.items() if file is not None}
+    before = len(problems)
+    sections = {name: load_resolved(file, problems) for name, file in found.items() if file is not None}
+    return sections if len(problems) == before else None
 
 
 def _section_file(folder: Path, name: str) -> Path | None:

@@ -50,6 +50,8 @@ class RunConfig:
     """KV-cache preset; None: what the recipe says, else "fp8_cast"."""
     recipe: str | None = None
     """Recipe file (YAML)."""
+    export_fmt: str = "modelopt"
+    """Output layout; a name of `export.layouts.LAYOUTS`."""
     overwrite: bool = False
     max_shard_bytes: int = 5_000_000_000
     durable: bool = True

@@ -19,14 +19,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_ptq.checkpoint.slices import SourceReader
 from hf_ptq.checkpoint.source import Source
-from hf_ptq.checkpoint.writer import ShardWriter
 from hf_ptq.data.loop import Lockstep, choose_batch_size, run_calibration
 from hf_ptq.data.rows import CalibrationData, batches
 from hf_ptq.distributed.agreement import least, most, reduce_over_ranks, together
 from hf_ptq.distributed.plan import Plan, free_bytes
 from hf_ptq.distributed.process_group import DistributedState
 from hf_ptq.export.share import Share
-from hf_ptq.export.tensors import WeightError, copy_unit, quantize_unit, weights_of, written_modules
+from hf_ptq.export.tensors import Output, WeightError, copy_unit, quantize_unit, weights_of, written_modules
 from hf_ptq.model.build import MetaModel, finish_loading
 from hf_ptq.model.device_map import Offloaded, brought, by_place, dispatch, offload, places_to_fill, release
 from hf_ptq.model.experts import no_tokens, takes_registry
@@ -155,21 +154,19 @@ def _idle(job: Job, quantizers: Mapping[str, Quantizer]) -> Iterator[None]:
         yield
 
 
-def quantize(
-    job: Job, share: Share, writer: ShardWriter, reader: SourceReader, keep_rounded: bool, report: Report
-) -> list[WeightError]:
+def quantize(job: Job, output: Output, reader: SourceReader, keep_rounded: bool, report: Report) -> list[WeightError]:
     """Encode every unit and queue this rank's share of it for writing; see `export.tensors.quantize_unit`."""
     reshard(job.model)
     ranges_of = partial(ALGORITHMS[job.algorithm.method].weight_ranges, job.algorithm)
     errors: list[WeightError] = []
     sizes = {q: q.view.shape[0] * q.view.shape[1] for q in job.assignment.quantized}
-    elements = {module: size for q, size in sizes.items() for module in written_modules(q, share)}
+    elements = {module: size for q, size in sizes.items() for module in written_modules(q, output)}
     with report.progress("quantize", sum(elements.values()), "weights") as advance:
         for unit in job.units:
-            copy_unit(unit, job.assignment, share, writer, reader)
+            copy_unit(unit, job.assignment, output, reader)
             names = [q.view.parameter for q in weights_of(unit, job.assignment)]
             with brought(job.model, names, job.offloaded, job.state.device, keep_rounded):
-                done = quantize_unit(unit, job.model, job.assignment, share, writer, keep_rounded, ranges_of)
+                done = quantize_unit(unit, job.model, job.assignment, output, keep_rounded, ranges_of)
             errors += done
             advance(sum(elements[error.module] for error in done))
     return errors

@@ -98,8 +98,10 @@ def quantization_config(
     return flat, nested
 
 
-def exported_config(source_config: dict[str, Any], flat: dict[str, Any]) -> dict[str, Any]:
+def exported_config(source_config: dict[str, Any], flat: dict[str, Any] | None) -> dict[str, Any]:
     """config.json of the export: the source's, key by key in its order, with `quantization_config` set to `flat`.
+
+    None: the export is loaded as an unquantized model.
 
     What a quantized source said about its own tensors is dropped wherever loaders look for it.
     """
@@ -107,7 +109,7 @@ def exported_config(source_config: dict[str, Any], flat: dict[str, Any]) -> dict
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         part.pop("quantization_config", None)
         part.pop("compression_config", None)
-    return config | {"quantization_config": copy.deepcopy(flat)}
+    return config | ({} if flat is None else {"quantization_config": copy.deepcopy(flat)})
 
 
 def json_text(data: Mapping[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """The modelopt layout: what a pair of number formats is called there, and what its configuration has to exclude.
 
 Servers know a linear by one `quant_algo`, which stands for a weight format and an input format together. A pair that
-has no name cannot be exported, and is refused before anything is loaded.
+has no name cannot be exported in this layout.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from hf_ptq.checkpoint.names import Placement
 from hf_ptq.checkpoint.source import Source
-from hf_ptq.errors import Problem, UserError
 from hf_ptq.export.config_files import LayerAlgo
 from hf_ptq.model.views import WEIGHT
 from hf_ptq.quantization.assignment import Assignment
@@ -56,38 +55,6 @@ NO_SERVER_READS = {
     "nvfp4_rotate": "the rotation of queries and keys",
 }
 NO_LINEAR = ("embed", "norm", "conv")  # in the names of carried-over matrices that no server builds a linear for
-
-
-def layer_algos(assignment: Assignment) -> dict[str, LayerAlgo]:
-    """Source module -> its algo. Raises UserError naming every pair of formats that has no name in this layout."""
-    unknown = sorted({str(q.scheme) for q in assignment.quantized if q.scheme not in ALGOS})
-    if unknown:
-        pairs = ", ".join(f"{weight} with {inputs}" for weight, inputs in ALGOS)
-        raise UserError(
-            *(
-                Problem(f"no server has a name for weight and input formats {pair}", f"known: {pairs}")
-                for pair in unknown
-            )
-        )
-    return {module: ALGOS[q.scheme] for module, q in assignment.by_module.items()}
-
-
-def kv_algo(assignment: Assignment) -> str | None:
-    """The layout's name of the KV-cache format; None where keys and values stay as they are."""
-    if assignment.kv is None:
-        return None
-    pair = assignment.kv.k.name, assignment.kv.v.name
-    unread = {NO_SERVER_READS[name]: name for name in pair if name in NO_SERVER_READS}
-    if unread:
-        what = "; ".join(f"no server reads {reason}, which keys in {name} need" for reason, name in unread.items())
-        raise UserError(Problem(what, "use --kv_cache_qformat fp8 or nvfp4 for a checkpoint that is served"))
-    if pair not in KV_ALGOS:
-        raise UserError(
-            Problem(
-                f"no server has a name for keys in {pair[0]} with values in {pair[1]}", "give k and v the same format"
-            )
-        )
-    return KV_ALGOS[pair]
 
 
 def _holds_all_experts(name: str, source: Source) -> bool:

@@ -48,14 +48,15 @@ class Share:
         return self.plan.written_experts(len(view.modules), self.rank)
 
 
-def share_out(planned: Sequence[TensorPlan], assignment: Assignment, plan: Plan) -> dict[str, int]:
-    """Name of each planned tensor -> the rank that writes it."""
+def share_out(
+    planned: Sequence[TensorPlan], module_of: Mapping[str, str], assignment: Assignment, plan: Plan
+) -> dict[str, int]:
+    """Name of each planned tensor -> the rank that writes it. `module_of`: tensor -> the quantized module it is of."""
     by_expert = _owners_of_experts(assignment, plan)
     sizes: dict[str, int] = {}
     keys: dict[str, str] = {}
     for tensor in planned:
-        module = tensor.name.rpartition(".")[0]
-        keys[tensor.name] = key = module if module in assignment.by_module else tensor.name
+        keys[tensor.name] = key = module_of.get(tensor.name, tensor.name)
         sizes[key] = sizes.get(key, 0) + tensor.num_bytes
     loads = [0] * plan.world_size
     owners: dict[str, int] = {}

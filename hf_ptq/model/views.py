@@ -24,7 +24,8 @@ class WeightView:
     """One linear weight [out, in], or the same projection of all experts of a layer [experts, out, in].
 
     `modules`: names of the source's modules (tensor names without `.weight`), one per expert. `start_row`: the first
-    row of the parameter's second-to-last dimension that belongs to this view.
+    row of the parameter's second-to-last dimension that belongs to this view. `sources`: the source's tensors that
+    hold the weights where that is not one `.weight` for each module.
     """
 
     modules: tuple[str, ...]
@@ -32,6 +33,12 @@ class WeightView:
     shape: tuple[int, int]
     start_row: int = 0
     is_stacked: bool = False
+    sources: tuple[str, ...] = ()
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The source's tensors that hold the weights of this view, perhaps beside those of another."""
+        return self.sources or tuple(module + WEIGHT for module in self.modules)
 
     @property
     def owner(self) -> str:

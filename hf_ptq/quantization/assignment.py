@@ -78,6 +78,15 @@ class Assignment:
         """Source module name -> the quantized weight that it belongs to; asked for once per tensor, so made once."""
         return {module: q for q in self.quantized for module in q.view.modules}
 
+    @cached_property
+    def by_tensor(self) -> dict[str, tuple[QuantizedWeight, ...]]:
+        """Source tensor -> the quantized weights that it holds."""
+        found: dict[str, tuple[QuantizedWeight, ...]] = {}
+        for q in self.quantized:
+            for tensor in q.view.tensors:
+                found[tensor] = (*found.get(tensor, ()), q)
+        return found
+
 
 def assign(
     recipe: Recipe, model: PreTrainedModel, views: Sequence[WeightView], tied: Mapping[str, str] | None = None

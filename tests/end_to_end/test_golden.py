@@ -28,7 +28,7 @@ CASES = [
 RECIPES = {
     "w4a8_max": 'rules:\n  - {pattern: "*", weight: int4_block128_fp8, input: fp8}\n  - {import: default_disabled}\n'
 }
-# What each is called, and the size of its groups: where that is not what the peer writes, the golden README asks for it.
+# What each is called, and the size of its groups; where the peer writes something else, the golden README asks for it.
 LABELS = {
     "fp8": ("FP8", None), "fp8_per_channel_per_token": ("FP8_PER_CHANNEL_PER_TOKEN", None), "nvfp4": ("NVFP4", 16),
     "w4a16_nvfp4": ("W4A16_NVFP4", 16), "int8": ("W8A8_SQ_PER_CHANNEL", None), "mxfp8": ("MXFP8", 32),
@@ -86,7 +86,7 @@ def test_golden(model: str, qformat: str, shared: Path, tmp_path: Path) -> None:
 
 
 def check_mxfp4(ours: dict[str, torch.Tensor], peers: dict[str, torch.Tensor], source: dict[str, torch.Tensor]) -> None:
-    """The scales' bytes are equal, and the codes but for ties, which the peer rounds down, and zeros, which it signs."""
+    """The scales' bytes are equal, and the codes but for ties, which the peer rounds down, and zeros."""
     modules = [name.removesuffix(".weight_scale") for name in peers if name.endswith(".weight_scale")]
     codes = {f"{module}.weight" for module in modules}
     assert [name for name in peers if name not in codes and not same_bytes(ours[name], peers[name])] == []

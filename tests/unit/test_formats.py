@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from decoding import E3M2, GRIDS, codes_of, step_of
 
 from hf_ptq.quantization.formats import codecs, encode
 from hf_ptq.quantization.formats.description import FORMATS
@@ -21,9 +22,6 @@ from hf_ptq.quantization.formats.nvfp4 import block_scale, e2m1_codes, pack_nibb
 from hf_ptq.quantization.formats.ranges import Ranges, block_amax, from_tiles, parts, tiles, weight_amax
 
 WEIGHT_FORMATS = [name for name, fmt in FORMATS.items() if "weight" in fmt.roles]
-E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
-E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
-E4M3 = E4M3[E4M3.isfinite()].unique()
 
 
 def adversarial(dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -57,21 +55,8 @@ def tensors_of(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 # --- references in float64 -----------------------------------------------------------------------
 
-INTEGERS = torch.arange(-128, 128, dtype=torch.float64)
-E3M2 = torch.tensor([m / 16 if e == 0 else (4 + m) / 16 * 2 ** (e - 1) for e in range(8) for m in range(4)]).double()
-GRIDS = {"e4m3": E4M3, "e2m1": E2M1, "e3m2": E3M2, "int8": INTEGERS, "int4": INTEGERS[120:136]}
-GRIDS = {name: torch.cat([-grid.flip(0), grid]).unique() for name, grid in GRIDS.items() if name != "int4"}
-GRIDS["int4"] = INTEGERS[120:136]
 FLT_MAX = torch.finfo(torch.float32).max
 LARGEST = {"e4m3": 448.0, "e2m1": 6.0, "e3m2": 28.0, "int8": 127.0, "int4": 7.0}
-
-
-def over(part: str, per_block: torch.Tensor, name: str, shape: torch.Size) -> torch.Tensor:
-    """One number per part of a matrix -> one per element."""
-    rows, inputs = {"tensor": shape, "channel": (1, shape[1]), "block": (FORMATS[name].block_rows, 0)}[part]
-    inputs = inputs or FORMATS[name].input_multiple
-    grid = per_block.reshape(-(-shape[0] // rows), -(-shape[1] // inputs))
-    return grid.repeat_interleave(rows, 0)[: shape[0]].repeat_interleave(inputs, 1)[:, : shape[1]]
 
 
 def largest_of_parts(name: str, weight: torch.Tensor) -> torch.Tensor:
@@ -89,38 +74,12 @@ def largest_of_parts(name: str, weight: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def codes_of(name: str, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The elements' values before their scales, float64, by tables and bit strings."""
-    stored, element = tensors["weight"], FORMATS[name].element
-    if element == "e2m1":
-        nibbles = torch.stack([stored & 15, stored >> 4], -1).flatten(-2).int()
-        return torch.cat([E2M1, -E2M1])[nibbles]
-    if element == "int4":
-        nibbles = torch.stack([stored & 15, stored >> 4], 1).flatten(0, 1).double()
-        return torch.where(nibbles > 7, nibbles - 16, nibbles)
-    if element == "e3m2":
-        bits = "".join(f"{byte:08b}"[::-1] for byte in stored.flatten().tolist())
-        codes = [int(bits[i : i + 6][::-1], 2) for i in range(0, len(bits), 6)]
-        return torch.cat([E3M2, -E3M2])[torch.tensor(codes)].reshape(stored.shape[0], -1)
-    return stored.double()
-
-
-def step_of(name: str, tensors: dict[str, torch.Tensor], shape: torch.Size) -> torch.Tensor:
-    """What one unit of each element's code is worth, float64."""
-    fmt, scale = FORMATS[name], tensors["weight_scale"]
-    number = torch.exp2(scale.double() - 127) if fmt.scale == "e8m0" else scale.double()
-    step = over(fmt.granularity, number, name, shape)
-    if fmt.scale == "e4m3":
-        step = step * tensors["weight_scale_2"].double()
-    return step / 64 if name == "mxint8" else step
-
-
 def exact_step(name: str, weight: torch.Tensor) -> torch.Tensor:
     """The step by the formula in the format's docstring, float64, without the rounding of an E4M3 scale."""
     fmt, amax = FORMATS[name], largest_of_parts(name, weight)
     if fmt.scale == "e8m0":
         top = torch.tensor(127 / 64 if name == "mxint8" else LARGEST[fmt.element]).double()
-        power = torch.exp2(torch.ceil(torch.log2(amax / top)).clamp(-127, torch.log2(FLT_MAX / top).floor()))
+        power = torch.exp2(torch.ceil(torch.log2(amax / top)).clamp(-127, float(torch.log2(FLT_MAX / top).floor())))
         return torch.where(amax == 0, 2.0**-127, power) / (64 if name == "mxint8" else 1)
     step = amax / LARGEST[fmt.element]
     if fmt.scale == "e4m3":
@@ -190,6 +149,7 @@ def test_blocks_with_chosen_ranges(name: str) -> None:
     generator = torch.Generator().manual_seed(7)
     for weight in adversarial(torch.bfloat16).values():
         amax, own = weight_amax(weight, FORMATS[name]), block_amax(weight, size)
+        assert codec.encode_blocks is not None
         plain, chosen = codec.encode(weight, amax), codec.encode_blocks(weight, amax, own)
         assert all(torch.equal(plain[n].float(), chosen[n].float()) for n in plain)
         ranges = own * torch.empty_like(own).uniform_(0.01, 1.0, generator=generator)
@@ -201,6 +161,7 @@ def test_blocks_with_chosen_ranges(name: str) -> None:
 def test_four_over_six_maps_the_largest_block_to_four() -> None:
     weight = torch.full((1, 16), 6.0)
     codec = codecs()["nvfp4_four_over_six"]
+    assert codec.encode_blocks is not None
     tensors = codec.encode_blocks(weight, torch.tensor(6.0), torch.tensor([[9.0]]))
     assert tensors["weight_scale"].float().tolist() == [[384.0]]
     assert tensors["weight"].unique().tolist() == [0x66]  # code 6 is the value 4

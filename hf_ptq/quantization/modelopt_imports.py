@@ -134,7 +134,9 @@ class _Resolver:
         return piece if isinstance(piece, list) else [] if piece is None else [piece]
 
     def _piece(self, alias: Any, place: str) -> Any:
-        if not isinstance(alias, (list, dict)) and alias in self.known:  # YAML reads some words, as off, as other values
+        if (
+            not isinstance(alias, (list, dict)) and alias in self.known
+        ):  # YAML reads some words, as off, as other values
             return self.known[alias]
         self._wrong(place, f"{MARK} {alias!r} is not among the imports ({', '.join(map(str, self.known)) or 'none'})")
         return None

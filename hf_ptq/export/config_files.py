@@ -170,7 +170,8 @@ def _head(kinds: Sequence[LayerAlgo], with_table: bool) -> dict[str, Any]:
     """The algorithm of the whole checkpoint, and the group size where there is only one."""
     if len(kinds) == 1 and not with_table:
         return kinds[0].entry()
-    sizes = {kind.group_size for kind in kinds} - {None}
+    of_fp4 = [kind for kind in kinds if "NVFP4" in kind.algo]  # SGLang takes the size at the top for these
+    sizes = {kind.group_size for kind in of_fp4 or kinds} - {None}
     return {"quant_algo": MIXED} | ({"group_size": sizes.pop()} if len(sizes) == 1 else {})
 
 

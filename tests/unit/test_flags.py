@@ -22,7 +22,8 @@ FLAGS_OF_MODELOPT = """
 
 def test_no_flag_is_unknown() -> None:
     built = {name for param in cli._command().params for name in (*param.opts, *param.secondary_opts)}
-    assert set(FLAGS_OF_MODELOPT.split()) - built == set(cli.NOT_BUILT), "supported, or refused by name; nothing in both"
+    known = set(FLAGS_OF_MODELOPT.split())
+    assert known - built == set(cli.NOT_BUILT), "supported, or refused by name"
     assert built.isdisjoint(cli.NOT_BUILT)
 
 

@@ -57,7 +57,7 @@ def test_a_model_recipe(
     listed = {module: entry["quant_algo"] for module, entry in (block.get("quantized_layers") or {}).items()}
     quantized = {name.removesuffix(".weight_scale") for name in tensors if name.endswith(".weight_scale")}
     found = {module: listed.get(module, block["quant_algo"]) for module in quantized}
-    linears = {name.removesuffix(".weight") for name in tensors if re.search(r"(_proj|\.w[123])\.weight$", name)}
+    linears = {name.removesuffix(".weight") for name in tensors if re.search(r"(_proj|_mqa|\.w[123])\.weight$", name)}
     rules = EXPECTED[recipe, model].items()
     meant = {m: next((algo for pattern, algo in rules if re.search(pattern, m)), None) for m in linears}
     assert found == {module: algo for module, algo in meant.items() if algo}

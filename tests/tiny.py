@@ -60,11 +60,30 @@ VISION = {
 VISION_TOKENS = {
     "image_token_id": 253, "video_token_id": 254, "vision_start_token_id": 251, "vision_end_token_id": 252,
 }  # fmt: skip
+# For recipes of their own type only; whole-run tests of every preset leave them out.
+FOR_RECIPES: dict[str, tuple[str, dict]] = {
+    "nemotron_h": ("NemotronHConfig", {
+        **WIDE, "hidden_size": 128, "head_dim": 32, "intermediate_size": 128, "moe_intermediate_size": 64,
+        "moe_shared_expert_intermediate_size": 64, "n_routed_experts": 8, "mamba_num_heads": 8, "mamba_head_dim": 32,
+        "ssm_state_size": 16, "n_groups": 2, "layers_block_type": ["mamba", "moe", "attention", "mlp"],
+        "use_mamba_kernels": False, "num_hidden_layers": 4,
+    }),
+    "kimi_linear": ("KimiLinearConfig", {
+        **WIDE, **MLA, "num_key_value_heads": 4, "head_dim": 32, "intermediate_size": 128, "moe_intermediate_size": 64,
+        "num_local_experts": 8, "num_experts_per_tok": 2, "linear_head_dim": 128, "linear_num_heads": 2,
+        "kv_lora_rank": 128, "q_lora_rank": 128, "v_head_dim": 32,
+        "layer_types": ["linear_attention", "full_attention"],
+    }),
+    "deepseek_v3_wide": ("DeepseekV3Config", {
+        **NO_HEAD_DIM, **GROUPED, "n_group": 2, "hidden_size": 256, "kv_lora_rank": 128, "q_lora_rank": 128,
+        "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32, "moe_intermediate_size": 64,
+    }),
+}  # fmt: skip
 
 
 def save_tiny(name: str, directory: Path, dtype: torch.dtype = torch.bfloat16, **changes: object) -> Path:
     """Write the tiny model `name`, with `changes` to its configuration, into `directory`; returns it."""
-    class_name, options = (CONFIGS | FUSED_ON_THE_HUB)[name]
+    class_name, options = (CONFIGS | FOR_RECIPES | FUSED_ON_THE_HUB)[name]
     config = getattr(transformers, class_name)(**{**options, **changes})
     model = build(name, config, dtype)
     model.save_pretrained(directory)

@@ -15,7 +15,14 @@ from hf_ptq.errors import Problem
 from hf_ptq.export.config_files import MIXED, disagreements, quantization_config
 from hf_ptq.export.layout import ALGOS, KV_ALGOS, NO_SERVER_READS
 from hf_ptq.export.layouts.layout import ConfigFiles, Contents, InputTensor, Layout, Scheme, Storage, as_encoded
-from hf_ptq.export.servers import EXPERT, exclude_entries, exclusion_problems, support_warnings
+from hf_ptq.export.servers import (
+    EXPERT,
+    SGLANG_BY_LEAF,
+    WITHOUT_NVFP4,
+    exclude_entries,
+    exclusion_problems,
+    support_warnings,
+)
 from hf_ptq.quantization.formats.codec import Codec
 
 CURE = "change the recipe so that what servers fuse, and the experts of a layer, are quantized together"
@@ -49,7 +56,19 @@ def _kv_names(layer: str) -> tuple[str, str]:
 def _describe(contents: Contents) -> ConfigFiles:
     layers = {module: ALGOS[scheme] for module, scheme in contents.schemes.items()}
     kv = KV_ALGOS[contents.kv] if contents.kv else None
+    if _mixes_latent_attention(contents):
+        return ConfigFiles(*quantization_config(layers, (), kv, with_table=True))
     return ConfigFiles(*quantization_config(layers, exclude_entries(list(layers), contents.unquantized), kv))
+
+
+def _mixes_latent_attention(contents: Contents) -> bool:
+    """True where some layers' low-rank projections are quantized and others' are not.
+
+    SGLang knows an excluded one by its last name, so that one entry would speak for all layers: such an export has a
+    table of what is quantized, and excludes nothing.
+    """
+    quantized, left = ({m.rpartition(".")[2] for m in part} for part in (contents.schemes, contents.unquantized))
+    return bool(quantized & left & SGLANG_BY_LEAF)
 
 
 def _problems(contents: Contents) -> Iterator[Problem]:
@@ -70,6 +89,12 @@ def _warnings(contents: Contents) -> list[str]:
             f"the experts of a layer are one tensor, as on the hub ({contents.joined[0]}): Model Optimizer's names for "
             "them are known to TensorRT-LLM, not to vLLM and SGLang"
         )
+    if (
+        _mixes_latent_attention(contents)
+        and len(set(algos.values())) == 1
+        and not any("NVFP4" in algo for algo in algos.values())
+    ):
+        found.append(WITHOUT_NVFP4)
     return found
 
 

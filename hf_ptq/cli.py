@@ -237,6 +237,7 @@ def _unknown_option(name: str, known: Sequence[str]) -> Problem:
 def _listing() -> Iterator[str]:
     """The lines of --list."""
     from hf_ptq.data.datasets import DATASETS
+    from hf_ptq.export.support import list_support
     from hf_ptq.quantization.recipe import RECIPES_DIR, list_kv_presets, list_models, list_not_built, list_presets
 
     groups = {
@@ -245,6 +246,7 @@ def _listing() -> Iterator[str]:
         "KV-cache presets (--kv_cache_qformat)": list_kv_presets(),
         "Model recipes (--recipe)": list_models(),
         "Recipes of your own (--recipe FILE)": [(str(RECIPES_DIR), "the shipped files, to copy and change")],
+        "Layouts (--export_fmt) and their formats, with who takes them": list_support(),
         "Data sets (--dataset)": [(name, spec.description) for name, spec in DATASETS.items()],
     }
     for title, entries in groups.items():

@@ -39,7 +39,7 @@ from hf_ptq.export.destination import CONFIG_NAME, check_export_path, check_room
 from hf_ptq.export.layout import KV_ALGOS, unquantized_linears
 from hf_ptq.export.layouts import LAYOUTS, Contents, Layout, refuse_inexpressible
 from hf_ptq.export.layouts.fakequant import STATE_FILE, STATE_FOLDER, state_json
-from hf_ptq.export.layouts.layout import contents_of
+from hf_ptq.export.layouts.layout import WEIGHT_TENSOR, contents_of
 from hf_ptq.export.planned import plan_tensors
 from hf_ptq.export.share import share_out
 from hf_ptq.export.shared_destination import CURE, refuse_unshared_path, unseen
@@ -209,6 +209,7 @@ def plan_export(
     for warning in (*assignment.warnings, *layout.warnings(contents)):
         report.warn(warning)
     _describe(recipe, assignment, report)
+    _tell_names(assignment, layout, report)
     report.record(
         "bytes",
         {
@@ -258,6 +259,26 @@ def _describe(recipe: Recipe, assignment: Assignment, report: Report) -> None:
             "latent attention is calibrated on": cache.mla,
         },
     )
+
+
+def _tell_names(assignment: Assignment, layout: Layout, report: Report) -> None:
+    """Where the export's names are not the source's: each kind of exception, with how many tensors it is about."""
+    views = [q.view for q in assignment.quantized]
+    taken_apart = {name for view in views if view.sources and view.is_apart for name in view.sources}
+    own = {
+        local
+        for q in assignment.quantized
+        for local in layout.stored(q.scheme).layout(q.view.shape, torch.bfloat16)
+        if local.startswith(WEIGHT_TENSOR) and not local.startswith(f"{WEIGHT_TENSOR}_scale")
+    } - {WEIGHT_TENSOR}
+    told = []
+    if taken_apart:
+        told.append(f"{len(taken_apart)} tensors of all experts of a layer are written expert by expert")
+    if own:
+        told.append(f"{len(views)} weights have the names of the layout {layout.name}: {', '.join(sorted(own))}")
+    for line in told:
+        report.say(f"names: {line}")
+    report.record("names", told)
 
 
 def _effective_bits(source: Source, assignment: Assignment) -> float:

@@ -27,6 +27,7 @@ from hf_ptq.quantization.recipe import Recipe
 from hf_ptq.quantization.rules import LINEAR, Decision, Place, Tensor, settle
 
 MAX_PROBLEMS = 10
+UNREAD = (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,7 @@ def assign(
     quantized, left, warnings = _apply_shapes(decisions, groups)
     problems += _split_groups(groups, {m for q in quantized for m in q.view.modules}, quantized)
     problems += _split_experts(quantized, views)
+    problems += _tied_problems(recipe, tied)
     problems += _opaque_experts(recipe, modules, quantized, {view.parameter for view in views})
     if not quantized and not problems:
         what = f"recipe {recipe.name} quantizes nothing in {type(model).__name__}"
@@ -115,7 +117,8 @@ def assign(
     if problems:
         raise UserError(*list(dict.fromkeys(problems))[:MAX_PROBLEMS])
     cache, cache_warnings = decide_cache(recipe, model, views)
-    warnings += [*_tied_warnings(recipe, tied, views, decisions), *cache_warnings, *_unmatched(recipe, modules, places)]
+    asked = [*_tied_warnings(recipe, tied, views, decisions), *_unread_warnings(recipe, modules)]
+    warnings += [*asked, *cache_warnings, *_unmatched(recipe, modules, places)]
     return Assignment(tuple(quantized), tuple(left), cache, tuple(warnings))
 
 
@@ -185,6 +188,31 @@ def _tied_warnings(
             asked.append(name)
     return [
         f"{name} shares the embedding's weight and is left unquantized, though the recipe asks for it" for name in asked
+    ]
+
+
+def _tied_problems(recipe: Recipe, tied: Mapping[str, str]) -> list[Problem]:
+    """Heads that share the embedding's weight, and that a rule asks for by name."""
+    found = []
+    for parameter, shared in tied.items():
+        name = parameter.removesuffix(".weight")
+        rule = settle(recipe.rules, "weight", Place((name,)))
+        if rule.asks and name.rpartition(".")[2] in str(rule.rule):
+            what = f"{name} shares its weight with {shared}, so it cannot be quantized by itself ({rule.rule})"
+            found.append(Problem(what, f"leave it out by a last rule: pattern: {name}, enable: false"))
+    return found
+
+
+def _unread_warnings(recipe: Recipe, modules: Mapping[str, nn.Module]) -> list[str]:
+    """Embeddings and convolutions that the recipe asks for: no server reads them quantized, so they are left alone."""
+    asked: dict[str, list[str]] = {}
+    for name, module in modules.items():
+        if isinstance(module, UNREAD) and settle(recipe.rules, "weight", Place((name,), class_names(module))).asks:
+            asked.setdefault(type(module).__name__, []).append(name)
+    return [
+        f"{len(names)} {kind} modules ({names[0]}{' ...' if len(names) > 1 else ''}) are left unquantized, though the "
+        "recipe asks for them: no server reads them quantized"
+        for kind, names in asked.items()
     ]
 
 

@@ -37,6 +37,7 @@ from hf_ptq.export.layouts.layout import (
 )
 from hf_ptq.export.layouts.packing import codes_to_words, words_to_codes
 from hf_ptq.export.servers import EXPERT, served_modules
+from hf_ptq.export.support import narrowed
 from hf_ptq.quantization.formats.codec import Codec
 from hf_ptq.quantization.formats.int4 import pack_rows, unpack_rows
 
@@ -255,6 +256,8 @@ def _problems(contents: Contents) -> Iterator[Problem]:
 
 def _warnings(contents: Contents) -> Iterator[str]:
     experts = {scheme for module, scheme in contents.schemes.items() if EXPERT.fullmatch(module)}
+    kinds = {(GROUPS[s].title, EXPERT.fullmatch(m) is not None) for m, s in contents.schemes.items()}
+    yield from narrowed(kinds, NAME)
     for scheme in sorted(experts, key=str):
         if scheme[0] in NVFP4_WEIGHTS:
             yield "transformers loads NVFP4 experts of this layout without their global scale: it is for servers only"

@@ -22,7 +22,7 @@ from typing import Any, TypeVar, cast
 
 import typer
 
-from hf_ptq.config import RunConfig, parse_counts, parse_names, parse_size
+from hf_ptq.config import EXPORT_ALIASES, RunConfig, parse_counts, parse_names, parse_size
 from hf_ptq.distributed.launch import Launch, read_launch
 from hf_ptq.errors import HfPtqError, Problem, UserError, as_text, refuse_if_any
 from hf_ptq.options import NOT_BUILT, Options
@@ -134,6 +134,8 @@ def to_config(options: Options) -> tuple[RunConfig, list[Problem]]:
     if options.recipe is not None and options.qformat is not None:
         both = f"--recipe {options.recipe} and --qformat {options.qformat} both say what is quantized with what"
         problems.append(Problem(both, "give one of them"))
+    export_fmt, found = _export_fmt(options)
+    problems += found
     config = RunConfig(
         model=options.model or "",
         export_path=options.export_path.expanduser(),
@@ -141,6 +143,7 @@ def to_config(options: Options) -> tuple[RunConfig, list[Problem]]:
         qformat=options.qformat or RunConfig.qformat,
         kv_cache_qformat=options.kv_cache_qformat,
         recipe=options.recipe,
+        export_fmt=export_fmt,
         overwrite=options.overwrite,
         max_shard_bytes=read("--max_shard_size", parse_size, options.max_shard_size, RunConfig.max_shard_bytes),
         durable=options.durable,
@@ -168,6 +171,15 @@ def to_config(options: Options) -> tuple[RunConfig, list[Problem]]:
         seed=options.seed,
     )
     return config, problems
+
+
+def _export_fmt(options: Options) -> tuple[str, list[Problem]]:
+    """The layout that two options name, and what is wrong where they name two."""
+    asked = options.export_fmt and EXPORT_ALIASES.get(options.export_fmt, options.export_fmt)
+    if not options.vllm_fakequant_export:
+        return asked or RunConfig.export_fmt, []
+    both = f"--export_fmt {options.export_fmt} and --vllm_fakequant_export name two layouts"
+    return "fakequant", [] if asked in (None, "fakequant") else [Problem(both, "give one of them")]
 
 
 def _with_underscores(name: str) -> str:
@@ -225,12 +237,16 @@ def _unknown_option(name: str, known: Sequence[str]) -> Problem:
 def _listing() -> Iterator[str]:
     """The lines of --list."""
     from hf_ptq.data.datasets import DATASETS
-    from hf_ptq.quantization.recipe import RECIPES_DIR, list_kv_presets, list_presets
+    from hf_ptq.export.support import list_support
+    from hf_ptq.quantization.recipe import RECIPES_DIR, list_kv_presets, list_models, list_not_built, list_presets
 
     groups = {
         "Presets (--qformat)": list_presets(),
+        "Presets of ModelOpt that are refused": list_not_built(),
         "KV-cache presets (--kv_cache_qformat)": list_kv_presets(),
-        "Recipes (--recipe FILE)": [(str(RECIPES_DIR / "presets"), "the presets' own files, to copy and change")],
+        "Model recipes (--recipe)": list_models(),
+        "Recipes of your own (--recipe FILE)": [(str(RECIPES_DIR), "the shipped files, to copy and change")],
+        "Layouts (--export_fmt) and their formats, with who takes them": list_support(),
         "Data sets (--dataset)": [(name, spec.description) for name, spec in DATASETS.items()],
     }
     for title, entries in groups.items():

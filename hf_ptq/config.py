@@ -18,6 +18,8 @@ from hf_ptq.errors import Problem, UserError
 DEVICE_PATTERN = re.compile(r"auto|cpu|cuda(:\d+)?")
 EXPERTS_IMPLEMENTATIONS = ("grouped_mm", "eager")
 DENSE_CHOICES = ("replicated", "fsdp")
+EXPORT_FORMATS = ("modelopt", "compressed-tensors", "fp8", "fakequant")  # those of export.layouts, known without torch
+EXPORT_ALIASES = {"hf": "modelopt", "compressed_tensors": "compressed-tensors"}  # ModelOpt says hf
 LONGEST_MINUTES = 7 * 24 * 60
 # Decimal units as in transformers' max_shard_size; the binary ones are spelled with an i.
 SIZE_UNITS: dict[str, int] = {
@@ -50,6 +52,8 @@ class RunConfig:
     """KV-cache preset; None: what the recipe says, else "fp8_cast"."""
     recipe: str | None = None
     """Recipe file (YAML)."""
+    export_fmt: str = "modelopt"
+    """Output layout; one of `EXPORT_FORMATS`."""
     overwrite: bool = False
     max_shard_bytes: int = 5_000_000_000
     durable: bool = True
@@ -125,6 +129,8 @@ class RunConfig:
             yield Problem(f"--experts_implementation {self.experts_implementation!r} is not known", f"use {known}")
         if self.dense not in (None, *DENSE_CHOICES):
             yield Problem(f"--dense {self.dense!r} is not known", f"use {' or '.join(DENSE_CHOICES)}")
+        if self.export_fmt not in EXPORT_FORMATS:
+            yield Problem(f"--export_fmt {self.export_fmt!r} is not known", f"use {', '.join(EXPORT_FORMATS)} or hf")
         if not DEVICE_PATTERN.fullmatch(self.device):
             yield Problem(f"--device {self.device!r} is no device", "use auto, cpu, cuda or cuda:N")
 

@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,14 +19,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_ptq.checkpoint.slices import SourceReader
 from hf_ptq.checkpoint.source import Source
-from hf_ptq.checkpoint.writer import ShardWriter
 from hf_ptq.data.loop import Lockstep, choose_batch_size, run_calibration
 from hf_ptq.data.rows import CalibrationData, batches
 from hf_ptq.distributed.agreement import least, most, reduce_over_ranks, together
 from hf_ptq.distributed.plan import Plan, free_bytes
 from hf_ptq.distributed.process_group import DistributedState
 from hf_ptq.export.share import Share
-from hf_ptq.export.tensors import WeightError, quantize_unit, weights_of, written_modules
+from hf_ptq.export.tensors import Output, WeightError, copy_unit, quantize_unit, weights_of, written_modules
 from hf_ptq.model.build import MetaModel, finish_loading
 from hf_ptq.model.device_map import Offloaded, brought, by_place, dispatch, offload, places_to_fill, release
 from hf_ptq.model.experts import no_tokens, takes_registry
@@ -34,6 +34,7 @@ from hf_ptq.model.finite import refuse_nonfinite
 from hf_ptq.model.sharding import reshard, shard_model
 from hf_ptq.model.units import Unit
 from hf_ptq.model.views import weight_views
+from hf_ptq.quantization.algorithm import AlgorithmSpec
 from hf_ptq.quantization.algorithms import ALGORITHMS
 from hf_ptq.quantization.apply import attach_quantizers, not_observing
 from hf_ptq.quantization.assignment import Assignment
@@ -53,7 +54,7 @@ class Job:
     meta: MetaModel
     units: tuple[Unit, ...]
     assignment: Assignment
-    algorithm: str
+    algorithm: AlgorithmSpec
     state: DistributedState
     plan: Plan
     data: CalibrationData | None
@@ -78,7 +79,7 @@ def lay_out(job: Job, owners: Mapping[str, int]) -> Share:
 
 def load(job: Job, share: Share, reader: SourceReader, report: Report) -> None:
     """Fill this rank's share of the model unit by unit; raises RunError naming tensors that hold NaN or infinity."""
-    views = weight_views(job.meta.placements, job.source.tensors, job.meta.stacking)
+    views = weight_views(job.meta.placements, job.source.tensors, job.meta.stacking, job.meta.fused)
     view_of = {module: view for view in views for module in view.modules}
     built = [unit for unit in job.units if not unit.is_carried]
     places = places_to_fill(job.meta, job.plan)
@@ -109,7 +110,7 @@ def attach(job: Job) -> dict[str, Quantizer]:
 def calibrate(job: Job, quantizers: Mapping[str, Quantizer], batch_size: int, report: Report) -> None:
     """Run this rank's rows through the model and give every quantizer its range, over the rows of all ranks."""
     assert job.data is not None
-    state, algorithm = job.state, ALGORITHMS[job.algorithm]
+    state, algorithm = job.state, ALGORITHMS[job.algorithm.method]
     statistics = Statistics(algorithm.statistics(quantizers), state.device)
     algorithm.start(quantizers, statistics)
     size, reason = _batch_size(job, batch_size)
@@ -153,19 +154,19 @@ def _idle(job: Job, quantizers: Mapping[str, Quantizer]) -> Iterator[None]:
         yield
 
 
-def quantize(
-    job: Job, share: Share, writer: ShardWriter, reader: SourceReader, keep_rounded: bool, report: Report
-) -> list[WeightError]:
+def quantize(job: Job, output: Output, reader: SourceReader, keep_rounded: bool, report: Report) -> list[WeightError]:
     """Encode every unit and queue this rank's share of it for writing; see `export.tensors.quantize_unit`."""
     reshard(job.model)
+    ranges_of = partial(ALGORITHMS[job.algorithm.method].weight_ranges, job.algorithm)
     errors: list[WeightError] = []
     sizes = {q: q.view.shape[0] * q.view.shape[1] for q in job.assignment.quantized}
-    elements = {module: size for q, size in sizes.items() for module in written_modules(q, share)}
+    elements = {module: size for q, size in sizes.items() for module in written_modules(q, output)}
     with report.progress("quantize", sum(elements.values()), "weights") as advance:
         for unit in job.units:
+            copy_unit(unit, job.assignment, output, reader)
             names = [q.view.parameter for q in weights_of(unit, job.assignment)]
             with brought(job.model, names, job.offloaded, job.state.device, keep_rounded):
-                done = quantize_unit(unit, job.model, job.assignment, share, writer, reader, keep_rounded)
+                done = quantize_unit(unit, job.model, job.assignment, output, keep_rounded, ranges_of)
             errors += done
             advance(sum(elements[error.module] for error in done))
     return errors

@@ -34,7 +34,6 @@ NOT_BUILT: dict[str, str] = {
     "--calib_with_images": "calibration is by text; give text to --dataset",
     "--cast_mxfp4_to_nvfp4": "use --qformat nvfp4, which quantizes the dequantized weights",
     "--cpu_offload": "use --max_cpu_memory_gb for a model beyond the GPU's memory",
-    "--export_fmt": "leave it out; the export is always a Hugging Face checkpoint",
     "--inference_pipeline_parallel": "leave it out; servers split the checkpoint when they load it",
     "--inference_tensor_parallel": "leave it out; servers split the checkpoint when they load it",
     "--low_memory_mode": "use --max_cpu_memory_gb and --offload_folder for a model beyond the GPU's memory",
@@ -44,7 +43,6 @@ NOT_BUILT: dict[str, str] = {
     "--moe_calib_experts_ratio": "leave it out; tokens go to the experts that the router chooses",
     "--sparsity_fmt": "leave it out; weights stay dense",
     "--specdec_offline_dataset": "give text or rows of token ids to --dataset",
-    "--vllm_fakequant_export": "leave it out; the export holds packed weights, which vLLM loads",
 }
 
 
@@ -103,8 +101,9 @@ class Options:
         typer.Option(
             "--qformat",
             rich_help_panel=QUANTIZATION,
-            metavar="PRESET",
-            help="What is quantized with what; --list shows all presets. Default: fp8.",
+            metavar="RECIPE",
+            help="What is quantized with what: a preset or a model recipe of --list, or the path of a recipe. "
+            "Default: fp8.",
         ),
     ] = None
     recipe: Annotated[
@@ -112,8 +111,8 @@ class Options:
         typer.Option(
             "--recipe",
             rich_help_panel=QUANTIZATION,
-            metavar="FILE",
-            help="A recipe of your own (YAML, the schema of the shipped presets), in place of --qformat. "
+            metavar="RECIPE",
+            help="The same as --qformat: a recipe of your own (YAML, ours or ModelOpt's) or the name of a shipped one. "
             "Default: none.",
         ),
     ] = None
@@ -176,6 +175,24 @@ class Options:
             "--overwrite",
             rich_help_panel=EXPORT,
             help="Replace an earlier export; nothing else is ever removed. Default: off.",
+        ),
+    ] = False
+    export_fmt: Annotated[
+        str | None,
+        typer.Option(
+            "--export_fmt",
+            rich_help_panel=EXPORT,
+            metavar="LAYOUT",
+            help="Layout of the export: modelopt (also called hf), compressed-tensors, fp8 (128x128 blocks, as Hugging "
+            "Face's), fakequant (a plain checkpoint whose weights carry the error). Default: modelopt.",
+        ),
+    ] = None
+    vllm_fakequant_export: Annotated[
+        bool,
+        typer.Option(
+            "--vllm_fakequant_export",
+            rich_help_panel=EXPORT,
+            help="The same as --export_fmt fakequant. Default: off.",
         ),
     ] = False
     max_shard_size: Annotated[

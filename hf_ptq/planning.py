@@ -34,13 +34,15 @@ from hf_ptq.distributed.launch import read_wishes
 from hf_ptq.distributed.plan import Plan, decide_plan
 from hf_ptq.distributed.process_group import DistributedState
 from hf_ptq.errors import Problem, UserError, refuse_if_any
-from hf_ptq.export.config_files import LayerAlgo, quantization_config
-from hf_ptq.export.destination import check_export_path, check_room
-from hf_ptq.export.layout import kv_algo, layer_algos, unquantized_linears
-from hf_ptq.export.servers import EXPERT, exclude_entries, exclusion_problems, support_warnings
+from hf_ptq.export.config_files import NESTED_NAME, exported_config
+from hf_ptq.export.destination import CONFIG_NAME, check_export_path, check_room
+from hf_ptq.export.layout import KV_ALGOS, unquantized_linears
+from hf_ptq.export.layouts import LAYOUTS, Contents, Layout, refuse_inexpressible
+from hf_ptq.export.layouts.fakequant import STATE_FILE, STATE_FOLDER, state_json
+from hf_ptq.export.layouts.layout import WEIGHT_TENSOR, contents_of
+from hf_ptq.export.planned import plan_tensors
 from hf_ptq.export.share import share_out
 from hf_ptq.export.shared_destination import CURE, refuse_unshared_path, unseen
-from hf_ptq.export.tensors import plan_tensors
 from hf_ptq.model.build import MetaModel, build_meta_model
 from hf_ptq.model.device_map import measure_rooms, spread_model
 from hf_ptq.model.experts import use_our_experts
@@ -59,12 +61,12 @@ OF_DEVICE_MAPS = ("device_map", "offload_folder", "fetched_bytes", "warnings")  
 class ExportPlan:
     """Everything that the export will hold beside the weights' values."""
 
+    layout: Layout
+    contents: Contents
     shards: tuple[ShardPlan, ...]
     owners: dict[str, int]  # tensor -> the rank that writes it
-    algos: dict[str, LayerAlgo]  # source module -> algo
-    unquantized: tuple[str, ...]  # source modules that servers build as linears
-    flat: dict  # quantization_config of config.json
-    nested: dict  # hf_quant_config.json
+    scales: frozenset[str]  # tensors that have to be finite and above zero
+    files: dict[str, dict[str, Any]]  # JSON files, config.json among them
 
     @property
     def num_bytes(self) -> int:
@@ -186,31 +188,28 @@ def plan_export(
 ) -> tuple[Recipe, Assignment, ExportPlan]:
     """What is quantized with what, and every file of the export to the byte; refused if it does not fit."""
     recipe = load_recipe(config.recipe or config.qformat).with_kv(config.kv_cache_qformat)
-    if plan.world_size > 1 and not ALGORITHMS[recipe.algorithm].plan_safe:
-        what = f"the algorithm {recipe.algorithm!r} has not been built for several ranks"
+    if plan.world_size > 1 and not ALGORITHMS[recipe.algorithm.method].plan_safe:
+        what = f"the algorithm {recipe.algorithm.method!r} has not been built for several ranks"
         raise UserError(Problem(what, "run one process, or use a recipe with the algorithm 'max'"))
-    views = weight_views(meta.placements, source.tensors, meta.stacking)
+    views = weight_views(meta.placements, source.tensors, meta.stacking, meta.fused)
     assignment = assign(recipe, meta.model, views, dict(meta.model.all_tied_weights_keys))
     if assignment.needs_data and config.calib_sizes:  # the data may have fewer still, which is seen when it is read
         refuse_if_any(too_few_rows(sum(config.calib_sizes), plan.world_size))
-    algos, kv = layer_algos(assignment), kv_algo(assignment)
-    unquantized = unquantized_linears(source, meta.model, meta.placements, assignment)
-    flat, nested = quantization_config(algos, exclude_entries(list(algos), unquantized), kv)
-    block = nested["quantization"]
-    excluded, is_mixed = block.get("exclude_modules", ()), block["quant_algo"] == "MIXED_PRECISION"
-    problems = exclusion_problems(algos, unquantized, excluded, is_mixed)
-    if problems:
-        cure = "change the recipe so that what servers fuse, and the experts of a layer, are quantized together"
-        raise UserError(*(Problem(problem, cure) for problem in problems[:10]))
-    planned = plan_tensors(units, source, assignment)
-    owners = share_out(planned, assignment, plan)
-    shards = lay_out(planned, config.max_shard_bytes, owners)
-    export = ExportPlan(shards, owners, algos, tuple(unquantized), flat, nested)
-    expert_algos = {algo.algo for module, algo in algos.items() if EXPERT.fullmatch(module)}
-    narrowed = support_warnings({algo.algo for algo in algos.values()}, expert_algos)
-    for warning in (*assignment.warnings, *narrowed):
+    layout = LAYOUTS[config.export_fmt]
+    contents = contents_of(assignment, unquantized_linears(source, meta.model, meta.placements, assignment))
+    refuse_inexpressible(layout, contents)
+    planned = plan_tensors(units, source, assignment, layout)
+    owners = share_out([*planned.weights, *planned.state], planned.module_of, assignment, plan)
+    shards = (
+        *lay_out(planned.weights, config.max_shard_bytes, owners),
+        *lay_out(planned.state, config.max_shard_bytes, owners, STATE_FOLDER),
+    )
+    files = _json_files(layout, contents, source)
+    export = ExportPlan(layout, contents, shards, owners, frozenset(planned.scales), files)
+    for warning in (*assignment.warnings, *layout.warnings(contents)):
         report.warn(warning)
-    _describe(recipe, assignment, kv, report)
+    _describe(recipe, assignment, report)
+    _tell_names(assignment, layout, report)
     report.record(
         "bytes",
         {
@@ -223,7 +222,18 @@ def plan_export(
     return recipe, assignment, export
 
 
-def _describe(recipe: Recipe, assignment: Assignment, kv: str | None, report: Report) -> None:
+def _json_files(layout: Layout, contents: Contents, source: Source) -> dict[str, dict[str, Any]]:
+    """Every JSON file of the export but the index and the report."""
+    block, nested = layout.describe(contents)
+    files = {CONFIG_NAME: exported_config(source.config, block)}
+    if nested is not None:
+        files[NESTED_NAME] = nested
+    if layout.keeps_ranges:
+        files[f"{STATE_FOLDER}/{STATE_FILE}"] = state_json(contents)
+    return files
+
+
+def _describe(recipe: Recipe, assignment: Assignment, report: Report) -> None:
     """Which rule gave which formats to which kind of module, and what was left alone for which reason."""
     rows: dict[tuple[str, str, str, str], int] = {}
     for q in assignment.quantized:
@@ -242,7 +252,7 @@ def _describe(recipe: Recipe, assignment: Assignment, kv: str | None, report: Re
         None
         if cache is None
         else {
-            "algo": kv,
+            "algo": KV_ALGOS.get((cache.k.name, cache.v.name), cache.k.name),
             "keys": cache.k.name,
             "values": cache.v.name,
             "layers": len(cache.layers),
@@ -251,11 +261,30 @@ def _describe(recipe: Recipe, assignment: Assignment, kv: str | None, report: Re
     )
 
 
+def _tell_names(assignment: Assignment, layout: Layout, report: Report) -> None:
+    """Where the export's names are not the source's: each kind of exception, with how many tensors it is about."""
+    views = [q.view for q in assignment.quantized]
+    taken_apart = {name for view in views if view.sources and view.is_apart for name in view.sources}
+    own = {
+        local
+        for q in assignment.quantized
+        for local in layout.stored(q.scheme).layout(q.view.shape, torch.bfloat16)
+        if local.startswith(WEIGHT_TENSOR) and not local.startswith(f"{WEIGHT_TENSOR}_scale")
+    } - {WEIGHT_TENSOR}
+    told = []
+    if taken_apart:
+        told.append(f"{len(taken_apart)} tensors of all experts of a layer are written expert by expert")
+    if own:
+        told.append(f"{len(views)} weights have the names of the layout {layout.name}: {', '.join(sorted(own))}")
+    for line in told:
+        report.say(f"names: {line}")
+    report.record("names", told)
+
+
 def _effective_bits(source: Source, assignment: Assignment) -> float:
     """Stored bits per weight of the source, scales of blocks included."""
     quantized = sum(q.view.num_elements * q.weight.bits for q in assignment.quantized)
-    modules = assignment.by_module
-    entries = [e for name, e in source.tensors.items() if name.removesuffix(".weight") not in modules]
+    entries = [e for name, e in source.tensors.items() if name not in assignment.by_tensor]
     elements = sum(q.view.num_elements for q in assignment.quantized) + sum(_numel(e.shape) for e in entries)
     return (quantized + sum(8 * e.num_bytes for e in entries)) / max(1, elements)
 

@@ -19,6 +19,7 @@ from hf_ptq.distributed.agreement import first_decides, together
 from hf_ptq.distributed.launch import read_launch
 from hf_ptq.distributed.process_group import distributed_run
 from hf_ptq.export.shared_destination import SharedDestination
+from hf_ptq.export.tensors import Output
 from hf_ptq.report import Report
 from hf_ptq.report_html import write_html
 
@@ -61,11 +62,12 @@ def run(config: RunConfig, report: Report | None = None) -> Report:
                 with steps.stage(state, report, "calibrate"):  # 8
                     driver.calibrate(job, quantizers, config.batch_size, report)
             with steps.writer_for(job, export, directory) as writer, state.failing_together():
+                output = Output(export.layout, share, writer, source)
                 with steps.stage(state, report, "quantize"):  # 9
-                    errors = driver.quantize(job, share, writer, reader, not config.skip_generate, report)
+                    errors = driver.quantize(job, output, reader, not config.skip_generate, report)
                 steps.preview_after(config, job, quantizers, before, report)
                 with steps.stage(state, report, "export"):  # 10
-                    steps.write_scales(job, share, quantizers, writer, report)
+                    steps.write_scales(job, output, quantizers, report)
                     checksums = together(state, "finish the files", lambda: writer.finish(config.durable))
                     report.record("written", {"fsync_seconds": round(writer.fsync_seconds, 3)})
                     sidecars = steps.write_files(job, export, directory, report)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from hf_ptq import preview
-from hf_ptq.checkpoint.shards import INDEX_NAME, index_json
+from hf_ptq.checkpoint.shards import INDEX_NAME, index_json, indexed
 from hf_ptq.checkpoint.slices import SourceReader
 from hf_ptq.checkpoint.writer import ShardWriter
 from hf_ptq.config import RunConfig
@@ -24,13 +24,11 @@ from hf_ptq.distributed.agreement import first_decides, gather_json, least, toge
 from hf_ptq.distributed.process_group import DistributedState
 from hf_ptq.driver import Job
 from hf_ptq.errors import RunError
-from hf_ptq.export.config_files import NESTED_NAME, exported_config, write_json
-from hf_ptq.export.destination import CONFIG_NAME
+from hf_ptq.export.config_files import write_json
 from hf_ptq.export.samples import by_kind, decibels, read_samples, worst_of
-from hf_ptq.export.share import Share
 from hf_ptq.export.shared_destination import unseen
 from hf_ptq.export.sidecars import copy_sidecars
-from hf_ptq.export.tensors import WeightError, write_input_scales, write_kv_scales
+from hf_ptq.export.tensors import Output, WeightError, write_input_scales, write_kv_scales
 from hf_ptq.export.verify import Expectation, Verified, verify_export
 from hf_ptq.memory import MemoryMonitor, return_large_blocks
 from hf_ptq.planning import ExportPlan
@@ -39,7 +37,6 @@ from hf_ptq.quantization.apply import quantizing
 from hf_ptq.quantization.quantizer import Quantizer
 from hf_ptq.report import REPORT_FILE, Report
 
-SCALES = frozenset({"weight_scale", "weight_scale_2", "input_scale", "k_scale", "v_scale"})
 LOST_DB = 10.0  # NVFP4 has about 20, FP8 31; below this a server computes with noise
 PREVIEW_TOKENS = 64
 DEMO_PREVIEW_TOKENS = 32
@@ -138,26 +135,24 @@ def writer_for(job: Job, export: ExportPlan, directory: Path) -> ShardWriter:
     return ShardWriter(directory, own, max(2, min(12, cores - 2)), max(16 << 20, min(256 << 20, queued)))
 
 
-def write_scales(
-    job: Job, share: Share, quantizers: Mapping[str, Quantizer], writer: ShardWriter, report: Report
-) -> None:
+def write_scales(job: Job, output: Output, quantizers: Mapping[str, Quantizer], report: Report) -> None:
     """The calibrated scales: of activations, and of keys and values."""
-    write_input_scales(job.assignment, quantizers, share, writer)
-    for warning in write_kv_scales(job.assignment, quantizers, share, writer):
+    write_input_scales(job.assignment, quantizers, output)
+    for warning in write_kv_scales(job.assignment, quantizers, output):
         report.warn(warning)
 
 
 def write_files(job: Job, export: ExportPlan, directory: Path, report: Report) -> list[Path]:
-    """Index, both configuration files, and the source's side files byte for byte; returns the latter's paths.
+    """Index, configuration files, and the source's side files byte for byte; returns the latter's paths.
 
     Rank 0 writes them, when every rank has finished its files.
     """
 
     def write() -> list[str]:
-        if len(export.shards) > 1:
+        if len(indexed(export.shards)) > 1:
             write_json(directory / INDEX_NAME, index_json(export.shards))
-        write_json(directory / CONFIG_NAME, exported_config(job.source.config, export.flat))
-        write_json(directory / NESTED_NAME, export.nested)
+        for name, data in export.files.items():
+            write_json(directory / name, data)
         sidecars = copy_sidecars(job.source, directory, report)
         unseen(directory / shard.file for shard in export.shards)  # verification names what is missing
         return [str(path) for path in sidecars]
@@ -172,28 +167,22 @@ def verify(
 
     Each rank reads back what it wrote; rank 0 looks at the whole.
     """
-    names = [tensor.name for shard in export.shards for tensor in shard.tensors]
-    expectation = Expectation(
-        config=exported_config(job.source.config, export.flat),
-        nested=export.nested,
-        quantized=export.algos,
-        unquantized_linears=export.unquantized,
-        scales=[n for n in names if n.rpartition(".")[2] in SCALES],
-        sidecars=written.sidecars,
-    )
+    expectation = Expectation(export.files, export.layout, export.contents, export.scales, written.sidecars)
+
+    model = job.assignment, export.layout, job.meta.dtype
 
     def check() -> dict[str, Any]:
         reader.refuse_changed()
         verified = verify_export(directory, export.shards, written.checksums, expectation, report, job.state.rank)
         own = [shard for shard in export.shards if shard.owner == job.state.rank]
-        samples, problems = read_samples(directory, own, written.errors, reader, job.meta.dtype)
+        samples, problems = read_samples(directory, own, written.errors, reader, model)
         if problems:
             raise RunError(*problems)
         return {"verified": asdict(verified), "samples": [asdict(sample) for sample in samples]}
 
     told = gather_json(job.state, together(job.state, "verify", check))
     total = sum((Verified(**of_rank["verified"]) for of_rank in told), start=Verified())
-    report.say(f"verified: {total}; both config files")
+    report.say(f"verified: {total}; {len(export.files)} config files")
     report.record("verified", {**asdict(total), "percent": total.percent})
     report.record("samples", [sample for of_rank in told for sample in of_rank["samples"]])
 

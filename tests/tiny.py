@@ -48,13 +48,42 @@ CONFIGS: dict[str, tuple[str, dict]] = {
     "glm4_moe": ("Glm4MoeConfig", {**BASE, **GROUPED, "n_group": 1}),
     "minimax_m2": ("MiniMaxM2Config", {**BASE, **TOP2}),
 }
-# Experts of a layer in one tensor on the hub: refused for the experts, which whole-run tests therefore leave out.
-FUSED_ON_THE_HUB: dict[str, tuple[str, dict]] = {"gpt_oss": ("GptOssConfig", {**BASE, **TOP2, "sliding_window": 16})}
+# Experts of a layer in one tensor on the hub.
+FUSED_ON_THE_HUB: dict[str, tuple[str, dict]] = {
+    "gpt_oss": ("GptOssConfig", {**BASE, **TOP2, "sliding_window": 16}),
+    "gpt_oss_wide": ("GptOssConfig", {**WIDE, **TOP2, "intermediate_size": 128, "sliding_window": 16}),
+}
+VISION = {
+    "depth": 1, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "out_hidden_size": 256,
+    "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
+}  # fmt: skip
+VISION_TOKENS = {
+    "image_token_id": 253, "video_token_id": 254, "vision_start_token_id": 251, "vision_end_token_id": 252,
+}  # fmt: skip
+# For recipes of their own type only; whole-run tests of every preset leave them out.
+FOR_RECIPES: dict[str, tuple[str, dict]] = {
+    "nemotron_h": ("NemotronHConfig", {
+        **WIDE, "hidden_size": 128, "head_dim": 32, "intermediate_size": 128, "moe_intermediate_size": 64,
+        "moe_shared_expert_intermediate_size": 64, "n_routed_experts": 8, "mamba_num_heads": 8, "mamba_head_dim": 32,
+        "ssm_state_size": 16, "n_groups": 2, "layers_block_type": ["mamba", "moe", "attention", "mlp"],
+        "use_mamba_kernels": False, "num_hidden_layers": 4,
+    }),
+    "kimi_linear": ("KimiLinearConfig", {
+        **WIDE, **MLA, "num_key_value_heads": 4, "head_dim": 32, "intermediate_size": 128, "moe_intermediate_size": 64,
+        "num_local_experts": 8, "num_experts_per_tok": 2, "linear_head_dim": 128, "linear_num_heads": 2,
+        "kv_lora_rank": 128, "q_lora_rank": 128, "v_head_dim": 32,
+        "layer_types": ["linear_attention", "full_attention"],
+    }),
+    "deepseek_v3_wide": ("DeepseekV3Config", {
+        **NO_HEAD_DIM, **GROUPED, "n_group": 2, "hidden_size": 256, "kv_lora_rank": 128, "q_lora_rank": 128,
+        "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32, "moe_intermediate_size": 64,
+    }),
+}  # fmt: skip
 
 
 def save_tiny(name: str, directory: Path, dtype: torch.dtype = torch.bfloat16, **changes: object) -> Path:
     """Write the tiny model `name`, with `changes` to its configuration, into `directory`; returns it."""
-    class_name, options = (CONFIGS | FUSED_ON_THE_HUB)[name]
+    class_name, options = (CONFIGS | FOR_RECIPES | FUSED_ON_THE_HUB)[name]
     config = getattr(transformers, class_name)(**{**options, **changes})
     model = build(name, config, dtype)
     model.save_pretrained(directory)
@@ -79,6 +108,27 @@ def build(name: str, config: PretrainedConfig, dtype: torch.dtype) -> PreTrained
         if key in biases:
             buffer.data = buffer.data.float()  # as in the hub's checkpoints
     return model
+
+
+def save_tiny_vision(directory: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """Qwen3-VL-MoE as on the hub: experts in one tensor a layer, [experts, inputs, rows]."""
+    text = {**WIDE, **QWEN3_MOE, "rope_scaling": {"mrope_section": [8, 12, 12], "rope_type": "default"}}
+    options = {"vision_config": VISION, "tie_word_embeddings": False, **VISION_TOKENS}
+    config = transformers.Qwen3VLMoeConfig(text_config=text, **options)
+    torch.manual_seed(0)
+    model = transformers.Qwen3VLMoeForConditionalGeneration(config).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.2) if parameter.dim() > 1 else parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.to(dtype).save_pretrained(directory / "upright")
+    byte_tokenizer().save_pretrained(directory / "upright")
+
+    def transpose(tensors: dict[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if ".experts." in name:
+                tensors[name] = tensor.transpose(1, 2).contiguous()
+
+    return altered(directory / "upright", directory / "hub", transpose)
 
 
 def _starve(model: PreTrainedModel) -> None:

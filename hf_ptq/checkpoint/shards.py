@@ -71,13 +71,17 @@ class ShardPlan:
 
 
 def lay_out(
-    tensors: Sequence[TensorPlan], max_shard_bytes: int, owners: Mapping[str, int] | None = None
+    tensors: Sequence[TensorPlan],
+    max_shard_bytes: int,
+    owners: Mapping[str, int] | None = None,
+    folder: str = "",
 ) -> tuple[ShardPlan, ...]:
     """The files of a checkpoint that holds `tensors`, filled greedily in their order.
 
     `owners`: name -> the rank that writes it (None: rank 0 all); each rank's tensors are in files of its own. A file
     has at most `max_shard_bytes` unless it holds a single tensor. One file is named model.safetensors, more are
-    model-00001-of-000NN.safetensors. No tensors, no files. ValueError if a name is given twice.
+    model-00001-of-000NN.safetensors, in `folder` where one is given. No tensors, no files. ValueError if a name is
+    given twice.
     """
     twice = [name for name, count in Counter(t.name for t in tensors).items() if count > 1]
     if twice or any(t.name == "__metadata__" for t in tensors):
@@ -86,14 +90,21 @@ def lay_out(
     for tensor in tensors:
         by_owner.setdefault(owners[tensor.name] if owners else 0, []).append(tensor)
     batches = [(owner, batch) for owner, own in sorted(by_owner.items()) for batch in _fill(own, max_shard_bytes)]
+    where = f"{folder}/" if folder else ""
     if len(batches) == 1:
-        return (_shard(SINGLE_NAME, batches[0][1], batches[0][0]),)
-    names = (f"model-{number:05d}-of-{len(batches):05d}.safetensors" for number in range(1, len(batches) + 1))
+        return (_shard(where + SINGLE_NAME, batches[0][1], batches[0][0]),)
+    names = (f"{where}model-{number:05d}-of-{len(batches):05d}.safetensors" for number in range(1, len(batches) + 1))
     return tuple(_shard(name, batch, owner) for name, (owner, batch) in zip(names, batches, strict=True))
+
+
+def indexed(shards: Iterable[ShardPlan]) -> tuple[ShardPlan, ...]:
+    """The files that are the model's: those in a folder are something else."""
+    return tuple(shard for shard in shards if "/" not in shard.file)
 
 
 def index_json(shards: Iterable[ShardPlan]) -> dict[str, Any]:
     """model.safetensors.index.json: `total_size` is the bytes of the tensors, headers not counted."""
+    shards = indexed(shards)
     files = {tensor.name: shard.file for shard in shards for tensor in shard.tensors}
     total = sum(tensor.num_bytes for shard in shards for tensor in shard.tensors)
     return {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}

@@ -68,6 +68,8 @@ class ShardWriter:
         self._error: BaseException | None = None
         self._stopped = False
         self._staging = CudaStaging(min(PINNED_BYTES, max(1, max_queued_bytes // threads)))
+        for folder in {Path(shard.file).parent for shard in shards} - {Path()}:
+            (directory / folder).mkdir(exist_ok=True)
         for shard in shards:
             file = ShardFile(directory / shard.file, shard)
             file.create()

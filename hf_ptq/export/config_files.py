@@ -36,8 +36,8 @@ LAYOUT_VERSION = "0.47.0"  # the ModelOpt release whose files these are like
 class LayerAlgo:
     """How one linear is quantized, in the words of the config files.
 
-    `algo` is a quant_algo name in upper case, `group_size` the inputs that share a scale (None: a channel or the
-    tensor), `input_bits` None for weight-only formats.
+    `algo` is a quant_algo name, `group_size` the inputs that share a scale (None: a channel or the tensor),
+    `input_bits` None for weight-only formats, `block` (rows, inputs) where rows share a scale too.
     """
 
     algo: str
@@ -45,10 +45,12 @@ class LayerAlgo:
     weight_bits: int
     input_bits: int | None
     kind: Literal["float", "int"]
+    block: tuple[int, int] | None = None
 
     def entry(self) -> dict[str, Any]:
         """The algorithm as hf_quant_config.json writes it, for all layers or for one."""
-        return {"quant_algo": self.algo} | ({} if self.group_size is None else {"group_size": self.group_size})
+        size = {} if self.group_size is None else {"group_size": self.group_size}
+        return {"quant_algo": self.algo} | size | ({} if self.block is None else {"weight_block_size": [*self.block]})
 
     def group(self, targets: Sequence[str]) -> dict[str, Any]:
         """The member of `config_groups` for layers of this kind."""
@@ -62,12 +64,13 @@ class LayerAlgo:
 
 
 def quantization_config(
-    layers: Mapping[str, LayerAlgo], excluded: Sequence[str], kv_algo: str | None
+    layers: Mapping[str, LayerAlgo], excluded: Sequence[str], kv_algo: str | None, *, with_table: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """(flat block for config.json, nested content of hf_quant_config.json).
 
     `layers`: hub name of each quantized linear -> its algorithm; at least one (ValueError). `excluded`: the entries
-    of the exclude list as servers.exclude_entries makes them. `kv_algo`: "FP8", "NVFP4" or None.
+    of the exclude list as servers.exclude_entries makes them. `kv_algo`: "FP8", "NVFP4" or None. `with_table`: a table
+    of the layers even where all have one algorithm.
     """
     if not layers:
         raise ValueError("no layer is quantized, there is nothing to describe")
@@ -75,13 +78,13 @@ def quantization_config(
     for name in sorted(layers):
         kinds.setdefault(layers[name], []).append(name)
     excludes = sorted(set(excluded))
-    head = _head(list(kinds))
+    head = _head(list(kinds), with_table)
     table = {name: layers[name].entry() for name in sorted(layers)}
     mixed = {"quantized_layers": table} if head["quant_algo"] == MIXED else {}
     flat = {
         "quant_method": "modelopt",
         **head,
-        **_groups(kinds),
+        **_groups(kinds, head["quant_algo"] != MIXED),
         **_flat_kv(kv_algo),
         "ignore": excludes,
         **mixed,
@@ -96,8 +99,10 @@ def quantization_config(
     return flat, nested
 
 
-def exported_config(source_config: dict[str, Any], flat: dict[str, Any]) -> dict[str, Any]:
+def exported_config(source_config: dict[str, Any], flat: dict[str, Any] | None) -> dict[str, Any]:
     """config.json of the export: the source's, key by key in its order, with `quantization_config` set to `flat`.
+
+    None: the export is loaded as an unquantized model.
 
     What a quantized source said about its own tensors is dropped wherever loaders look for it.
     """
@@ -105,7 +110,7 @@ def exported_config(source_config: dict[str, Any], flat: dict[str, Any]) -> dict
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         part.pop("quantization_config", None)
         part.pop("compression_config", None)
-    return config | {"quantization_config": copy.deepcopy(flat)}
+    return config | ({} if flat is None else {"quantization_config": copy.deepcopy(flat)})
 
 
 def json_text(data: Mapping[str, Any]) -> str:
@@ -161,17 +166,17 @@ def _unreadable(flat: Mapping[str, Any], nested: Mapping[str, Any]) -> Iterator[
         yield "config.json: NVFP4 without input_activations in any config group is read as W4A16_NVFP4"
 
 
-def _head(kinds: Sequence[LayerAlgo]) -> dict[str, Any]:
+def _head(kinds: Sequence[LayerAlgo], with_table: bool) -> dict[str, Any]:
     """The algorithm of the whole checkpoint, and the group size where there is only one."""
-    if len(kinds) == 1:
+    if len(kinds) == 1 and not with_table:
         return kinds[0].entry()
-    sizes = {kind.group_size for kind in kinds} - {None}
+    of_fp4 = [kind for kind in kinds if "NVFP4" in kind.algo]  # SGLang takes the size at the top for these
+    sizes = {kind.group_size for kind in of_fp4 or kinds} - {None}
     return {"quant_algo": MIXED} | ({"group_size": sizes.pop()} if len(sizes) == 1 else {})
 
 
-def _groups(kinds: Mapping[LayerAlgo, Sequence[str]]) -> dict[str, Any]:
-    """`config_groups`, one for each kind of layer that has one; a single kind is for every Linear."""
-    single = len(kinds) == 1
+def _groups(kinds: Mapping[LayerAlgo, Sequence[str]], single: bool) -> dict[str, Any]:
+    """`config_groups`, one for each kind of layer that has one; a single one is for every Linear."""
     wanted = [(kind, ["Linear"] if single else names) for kind, names in kinds.items() if kind.algo in WITH_GROUPS]
     groups = {f"group_{number}": kind.group(targets) for number, (kind, targets) in enumerate(wanted)}
     return {"config_groups": groups} if groups else {}

@@ -1,7 +1,7 @@
 """The modelopt layout: what a pair of number formats is called there, and what its configuration has to exclude.
 
 Servers know a linear by one `quant_algo`, which stands for a weight format and an input format together. A pair that
-has no name cannot be exported, and is refused before anything is loaded.
+has no name cannot be exported in this layout.
 """
 
 from __future__ import annotations
@@ -13,18 +13,34 @@ from transformers import PreTrainedModel
 
 from hf_ptq.checkpoint.names import Placement
 from hf_ptq.checkpoint.source import Source
-from hf_ptq.errors import Problem, UserError
 from hf_ptq.export.config_files import LayerAlgo
 from hf_ptq.model.views import WEIGHT
 from hf_ptq.quantization.assignment import Assignment
 
 # (weight format, input format) -> the layout's name (reference: Model Optimizer's and vLLM's quant_algo strings)
+# INT4 without AWQ is not called by AWQ's name: its readers look for a pre_quant_scale. FP8_PB_WO is in lower case as
+# TensorRT-LLM spells it; vLLM compares in upper case.
 ALGOS: dict[tuple[str, str | None], LayerAlgo] = {
     ("fp8", "fp8"): LayerAlgo("FP8", None, 8, 8, "float"),
     ("fp8_per_channel", "fp8_per_token"): LayerAlgo("FP8_PER_CHANNEL_PER_TOKEN", None, 8, 8, "float"),
-    ("nvfp4", "nvfp4"): LayerAlgo("NVFP4", 16, 4, 4, "float"),
-    ("nvfp4", None): LayerAlgo("W4A16_NVFP4", 16, 4, None, "float"),
+    ("fp8_2d", None): LayerAlgo("fp8_pb_wo", 128, 8, None, "float", (128, 128)),
+    ("int8_per_channel", "int8"): LayerAlgo("W8A8_SQ_PER_CHANNEL", None, 8, 8, "int"),
     ("int8_per_channel", None): LayerAlgo("W8A16", None, 8, None, "int"),
+    **{(f"int4_block{size}", None): LayerAlgo("W4A16", size, 4, None, "int") for size in (32, 64, 128)},
+    ("int4_block128_fp8", "fp8"): LayerAlgo("W4A8", 128, 4, 8, "int"),
+    **{
+        (weight, inputs): LayerAlgo("NVFP4" if inputs else "W4A16_NVFP4", 16, 4, 4 if inputs else None, "float")
+        for weight in ("nvfp4", "nvfp4_static", "nvfp4_four_over_six")
+        for inputs in ("nvfp4", None)
+    },
+    ("nvfp4_block32", None): LayerAlgo("W4A16_NVFP4", 32, 4, None, "float"),
+    ("nvfp4_block32_fp8", "fp8"): LayerAlgo("W4A8_NVFP4_FP8", 32, 4, 8, "float"),
+    ("mxfp4", "mxfp4"): LayerAlgo("MXFP4", 32, 4, 4, "float"),
+    ("mxfp4", None): LayerAlgo("W4A16_MXFP4", 32, 4, None, "float"),
+    ("mxfp4", "fp8"): LayerAlgo("W4A8_MXFP4_FP8", 32, 4, 8, "float"),
+    ("mxfp6", "mxfp6"): LayerAlgo("MXFP6", 32, 6, 6, "float"),
+    ("mxfp8", "mxfp8"): LayerAlgo("MXFP8", 32, 8, 8, "float"),
+    ("mxint8", "mxint8"): LayerAlgo("MXINT8", 32, 8, 8, "int"),
 }
 KV_ALGOS: dict[tuple[str, str], str] = {
     ("fp8", "fp8"): "FP8",
@@ -32,35 +48,13 @@ KV_ALGOS: dict[tuple[str, str], str] = {
     ("nvfp4", "nvfp4"): "NVFP4",
     ("nvfp4_cast", "nvfp4_cast"): "NVFP4",
 }
+# Why no server can read the cache in these: there is no place for what they need beside a scale.
+NO_SERVER_READS = {
+    "fp8_affine": "the mean of each channel",
+    "nvfp4_affine": "the mean of each channel",
+    "nvfp4_rotate": "the rotation of queries and keys",
+}
 NO_LINEAR = ("embed", "norm", "conv")  # in the names of carried-over matrices that no server builds a linear for
-
-
-def layer_algos(assignment: Assignment) -> dict[str, LayerAlgo]:
-    """Source module -> its algo. Raises UserError naming every pair of formats that has no name in this layout."""
-    unknown = sorted({str(q.scheme) for q in assignment.quantized if q.scheme not in ALGOS})
-    if unknown:
-        pairs = ", ".join(f"{weight} with {inputs}" for weight, inputs in ALGOS)
-        raise UserError(
-            *(
-                Problem(f"no server has a name for weight and input formats {pair}", f"known: {pairs}")
-                for pair in unknown
-            )
-        )
-    return {module: ALGOS[q.scheme] for module, q in assignment.by_module.items()}
-
-
-def kv_algo(assignment: Assignment) -> str | None:
-    """The layout's name of the KV-cache format; None where keys and values stay as they are."""
-    if assignment.kv is None:
-        return None
-    pair = assignment.kv.k.name, assignment.kv.v.name
-    if pair not in KV_ALGOS:
-        raise UserError(
-            Problem(
-                f"no server has a name for keys in {pair[0]} with values in {pair[1]}", "give k and v the same format"
-            )
-        )
-    return KV_ALGOS[pair]
 
 
 def _holds_all_experts(name: str, source: Source) -> bool:
@@ -79,6 +73,8 @@ def unquantized_linears(
     modules = dict(model.named_modules())
     found = []
     for name, placement in placements.items():
+        if name in assignment.by_tensor:
+            continue
         if _holds_all_experts(name, source):
             found.append(name.rpartition(".")[0])
             continue

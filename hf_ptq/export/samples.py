@@ -20,9 +20,11 @@ from hf_ptq.checkpoint.dtypes import TORCH_DTYPES
 from hf_ptq.checkpoint.shards import ShardPlan, TensorPlan
 from hf_ptq.checkpoint.slices import SourceReader
 from hf_ptq.errors import Problem
+from hf_ptq.export.layouts.layout import Layout, Storage
+from hf_ptq.export.planned import taken_apart, tensor_names
 from hf_ptq.export.tensors import WeightError
-from hf_ptq.model.views import WEIGHT
-from hf_ptq.quantization.formats import codecs
+from hf_ptq.model.views import WeightView
+from hf_ptq.quantization.assignment import Assignment
 
 Place = tuple[Path, ShardPlan, TensorPlan]
 TOLERANCE_DB = 0.05  # sums are taken in another order than in memory
@@ -66,9 +68,13 @@ def read_samples(
     shards: Sequence[ShardPlan],
     errors: Sequence[WeightError],
     reader: SourceReader,
-    dtype: torch.dtype,
+    model: tuple[Assignment, Layout, torch.dtype],
 ) -> tuple[list[Sample], list[Problem]]:
-    """The first and the worst module of each kind; problems where the disk tells another error than memory did."""
+    """The first and the worst module of each kind; problems where the disk tells another error than memory did.
+
+    `model`: what is quantized, the layout, and the dtype that the model computes with.
+    """
+    assignment, layout, dtype = model
     paths = [directory / shard.file for shard in shards]
     pairs = zip(paths, shards, strict=True)
     places = {tensor.name: (path, shard, tensor) for path, shard in pairs for tensor in shard.tensors}
@@ -76,8 +82,9 @@ def read_samples(
     problems: list[Problem] = []
     for kind, members in by_kind(errors).items():
         for error in dict.fromkeys((members[0], worst_of(members))):
-            weight = reader.tensor(error.module + WEIGHT)[...].to(dtype).float()
-            decoded = _decode(places, error)
+            quantized = assignment.by_module[error.module]
+            weight = quantized.view.of_source(error.module, reader.tensor).to(dtype).float()
+            decoded = _decode(places, error.module, layout.stored(quantized.scheme), quantized.view)
             signal, noise = float(weight.square().sum()), float((decoded - weight).square().sum())
             cosine = float(torch.nn.functional.cosine_similarity(decoded.flatten(), weight.flatten(), dim=0))
             samples.append(Sample(error.module, kind, cosine, decibels(signal, noise)))
@@ -88,11 +95,14 @@ def read_samples(
     return samples, problems
 
 
-def _decode(places: Mapping[str, Place], error: WeightError) -> torch.Tensor:
+def _decode(places: Mapping[str, Place], module: str, storage: Storage, view: WeightView) -> torch.Tensor:
     """The module's weight from its tensors on disk, fp32 [out, in]."""
-    codec = codecs()[error.format]
-    locals_ = codec.layout((16, 128))  # any shape: only the names are wanted
-    return codec.decode({local: _read(*places[f"{error.module}.{local}"]) for local in locals_})
+    stored = {}
+    for local in storage.layout(view.shape, torch.bfloat16):
+        (name,) = tensor_names(view, [module], local)
+        tensor = _read(*places[name])
+        stored[local] = taken_apart(tensor, view.modules.index(module)) if view.joined else tensor
+    return storage.decode(stored)
 
 
 def _read(path: Path, shard: ShardPlan, tensor: TensorPlan) -> torch.Tensor:

@@ -47,12 +47,19 @@ ALGO_SUPPORT: dict[str, tuple[str, ...]] = {
     "W4A8_MXFP4_FP8": (TRTLLM,),
     "W8A16": (TRTLLM,),
     "W8A8_SQ_PER_CHANNEL": (TRTLLM,),
+    "W4A16": (),
+    "W4A8": (),
+    "W4A16_MXFP4": (),
     "MXFP4": (),
+    "MXFP6": (),
+    "MXINT8": (),
     "NVFP4_SVD": (),
     "MIXED_PRECISION": SERVERS,
 }
 # vLLM loads experts of these as static per-tensor FP8.
 PER_TENSOR_EXPERTS = ("FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "fp8_pb_wo")
+
+WITHOUT_NVFP4 = "SGLang takes MIXED_PRECISION without an NVFP4 layer for another format"
 
 Verdict = bool | None  # excluded, not excluded, or None: the server raises
 
@@ -172,7 +179,7 @@ def support_warnings(algos: Collection[str], experts_algos: Collection[str] = ()
         wrongly_loaded = sorted(set(experts_algos).intersection(PER_TENSOR_EXPERTS))
         found += [f"vLLM loads experts of {algo} as static per-tensor FP8" for algo in wrongly_loaded]
     elif not any("NVFP4" in algo for algo in algos):
-        found.append("SGLang takes MIXED_PRECISION without an NVFP4 layer for another format")
+        found.append(WITHOUT_NVFP4)
     return found
 
 

@@ -36,8 +36,8 @@ class Share:
         return self.owners[name] == self.rank
 
     def is_cut(self, view: WeightView) -> bool:
-        """Whether a dense weight is spread over the ranks by rows."""
-        return not view.is_stacked and view.parameter in self.held
+        """Whether a weight that is written as one is spread over the ranks, by rows or by experts."""
+        return not view.is_apart and view.parameter in self.held
 
     def held_modules(self, view: WeightView) -> range:
         """The experts of a stack whose weights are here."""
@@ -48,14 +48,15 @@ class Share:
         return self.plan.written_experts(len(view.modules), self.rank)
 
 
-def share_out(planned: Sequence[TensorPlan], assignment: Assignment, plan: Plan) -> dict[str, int]:
-    """Name of each planned tensor -> the rank that writes it."""
+def share_out(
+    planned: Sequence[TensorPlan], module_of: Mapping[str, str], assignment: Assignment, plan: Plan
+) -> dict[str, int]:
+    """Name of each planned tensor -> the rank that writes it. `module_of`: tensor -> the quantized module it is of."""
     by_expert = _owners_of_experts(assignment, plan)
     sizes: dict[str, int] = {}
     keys: dict[str, str] = {}
     for tensor in planned:
-        module = tensor.name.rpartition(".")[0]
-        keys[tensor.name] = key = module if module in assignment.by_module else tensor.name
+        keys[tensor.name] = key = module_of.get(tensor.name, tensor.name)
         sizes[key] = sizes.get(key, 0) + tensor.num_bytes
     loads = [0] * plan.world_size
     owners: dict[str, int] = {}
@@ -73,7 +74,7 @@ def _owners_of_experts(assignment: Assignment, plan: Plan) -> dict[str, int]:
     """Module of each quantized expert -> the rank that writes it."""
     owners: dict[str, int] = {}
     for weight in assignment.quantized:
-        if weight.view.is_stacked:
+        if weight.view.is_apart:
             for rank in range(plan.world_size):
                 for expert in plan.written_experts(len(weight.view.modules), rank):
                     owners[weight.view.modules[expert]] = rank

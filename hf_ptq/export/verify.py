@@ -8,7 +8,7 @@ memory while writing, and an `Expectation`. Held against them, as read back from
     index     exact for several shards, absent for one
     contents  CRC-32 of all tensors, of an even sample where they are more than READ_BYTES; how much is said
     scales    finite and above zero: all small ones, the others as far as they are read for their checksum
-    config    both files hold what was to be written, agree, and exclude what is unquantized, for every server
+    config    the files hold what was to be written, and say what the layout's servers have to read in them
 
 Over several ranks each looks at the files that it wrote, and the first at what they make together. All problems are
 collected and raised at once. Pages are dropped from the cache first where they are on the disk
@@ -30,11 +30,11 @@ from typing import Any
 import torch
 
 from hf_ptq.checkpoint.dtypes import TORCH_DTYPES
-from hf_ptq.checkpoint.shards import INDEX_NAME, ShardPlan, TensorPlan, index_json
+from hf_ptq.checkpoint.shards import INDEX_NAME, ShardPlan, TensorPlan, index_json, indexed
 from hf_ptq.errors import RunError
-from hf_ptq.export.config_files import MIXED, NESTED_NAME, disagreements, json_text
+from hf_ptq.export.config_files import NESTED_NAME, json_text
 from hf_ptq.export.destination import CONFIG_NAME
-from hf_ptq.export.servers import exclusion_problems
+from hf_ptq.export.layouts.layout import Contents, Layout
 from hf_ptq.report import REPORT_FILE, Report
 
 READ_BYTES = 256 << 20  # contents read back at most, small scales apart
@@ -51,15 +51,14 @@ _ABSENT = object()
 class Expectation:
     """What the export has to be, beside its tensors' bytes.
 
-    `config`, `nested`: the contents of config.json and hf_quant_config.json. `quantized`, `unquantized_linears`: hub
-    names of linears. `scales`: names of tensors that must be finite and above zero (E8M0 bytes: no NaN). `sidecars`:
-    relative paths of the files that were copied from the source.
+    `files`: name of each JSON file that is written anew -> its contents. `layout`, `contents`: what they have to say.
+    `scales`: names of tensors that must be finite and above zero (E8M0 bytes: no NaN). `sidecars`: relative paths of
+    the files that were copied from the source.
     """
 
-    config: Mapping[str, Any]
-    nested: Mapping[str, Any]
-    quantized: Collection[str]
-    unquantized_linears: Collection[str]
+    files: Mapping[str, Mapping[str, Any]]
+    layout: Layout
+    contents: Contents
     scales: Collection[str]
     sidecars: Collection[str | Path] = ()
 
@@ -132,8 +131,8 @@ def _problems_of_the_whole(
 def _expected_files(shards: Sequence[ShardPlan], expectation: Expectation) -> Iterator[str | Path]:
     """Everything that belongs into the export before the report is written."""
     yield from (shard.file for shard in shards)
-    yield from (CONFIG_NAME, NESTED_NAME)
-    if len(shards) > 1:
+    yield from expectation.files
+    if len(indexed(shards)) > 1:
         yield INDEX_NAME
     yield from expectation.sidecars
 
@@ -163,7 +162,7 @@ def _file_problems(directory: Path, shard: ShardPlan) -> Iterator[str]:
 def _index_problems(directory: Path, shards: Sequence[ShardPlan]) -> list[str]:
     """The index against the layout. That none is there for a single shard is checked with the set of files."""
     path = directory / INDEX_NAME
-    if len(shards) < 2 or not path.is_file():
+    if len(indexed(shards)) < 2 or not path.is_file():
         return []
     return [] if _read_json(path) == index_json(shards) else [f"{INDEX_NAME}: is not the index of the layout"]
 
@@ -172,21 +171,15 @@ def _index_problems(directory: Path, shards: Sequence[ShardPlan]) -> list[str]:
 
 
 def _config_problems(directory: Path, expectation: Expectation) -> Iterator[str]:
-    """Both config files: as they were to be, in agreement, and read rightly by every server."""
-    config, nested = _read_json(directory / CONFIG_NAME), _read_json(directory / NESTED_NAME)
-    for name, found, planned in ((CONFIG_NAME, config, expectation.config), (NESTED_NAME, nested, expectation.nested)):
-        wanted = json.loads(json_text(planned))
+    """The JSON files: as they were to be, and read rightly by every server of the layout."""
+    read = {name: _read_json(directory / name) for name in expectation.files}
+    for name, planned in expectation.files.items():
+        found, wanted = read[name], json.loads(json_text(planned))
         keys = [key for key in {**found, **wanted} if found.get(key, _ABSENT) != wanted.get(key, _ABSENT)]
         if keys:
             yield f"{name}: does not hold what was to be written, in {', '.join(keys)}"
-    yield from disagreements(config, nested)
-    flat = config.get("quantization_config") or {}
-    mixed = flat.get("quant_algo") == MIXED
-    quantized = set(expectation.quantized)
-    if mixed and set(flat.get("quantized_layers") or {}) != quantized:
-        differing = sorted(quantized.symmetric_difference(flat.get("quantized_layers") or {}))
-        yield f"{CONFIG_NAME}: quantized_layers and the quantized layers differ in {', '.join(differing[:MAX_NAMED])}"
-    yield from exclusion_problems(quantized, expectation.unquantized_linears, flat.get("ignore") or (), mixed)
+    config, nested = read.get(CONFIG_NAME, {}), read.get(NESTED_NAME, {})
+    yield from expectation.layout.disagreements(config, nested, expectation.contents)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import itertools
 import json
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,6 +41,8 @@ from hf_ptq.checkpoint.names import Placement, place_tensors
 from hf_ptq.checkpoint.slices import LazyTensor
 from hf_ptq.checkpoint.source import Source
 from hf_ptq.errors import Problem, RunError, UserError, refuse_if_any
+from hf_ptq.model.families import FUSED_EXPERTS
+from hf_ptq.model.views import FusedParameter
 
 NOT_READ_YET = "quantized sources are not read yet; dequantize it first"
 MAX_PROBLEMS = 20
@@ -56,6 +58,7 @@ class MetaModel:
     conversions: list[Any]  # transformers' WeightConverter and WeightRenaming objects of this model
     placements: dict[str, Placement]
     stacking: dict[str, tuple[str, ...]]  # see model/views.py: patterns of converters that only stack experts
+    fused: dict[str, FusedParameter] = field(default_factory=dict)  # parameter -> experts that are one on the hub
 
 
 def build_meta_model(
@@ -72,7 +75,8 @@ def build_meta_model(
         model = _instantiate(config, dtype, attn_implementation, trust_remote_code)
     model.eval()
     conversions = get_model_conversion_mapping(model)
-    meta = MetaModel(model, dtype, conversions, _place(model, conversions, source), _stacking(conversions))
+    placements, stacking = _place(model, conversions, source), _stacking(conversions)
+    meta = MetaModel(model, dtype, conversions, placements, stacking, _fused(model))
     refuse_if_any(itertools.islice(_placement_problems(meta, source), MAX_PROBLEMS))
     _load_generation_config(model, source)
     return meta
@@ -218,6 +222,23 @@ def _stacking(conversions: Iterable[Any]) -> dict[str, tuple[str, ...]]:
                 found[patterns[0]] = patterns
             case [MergeModulelist(dim=0), Concatenate(dim=1)]:
                 found |= dict.fromkeys(patterns, patterns)
+    return found
+
+
+def _fused(model: PreTrainedModel) -> dict[str, FusedParameter]:
+    """Parameter -> what is known of its experts, where the hub has them in one tensor."""
+    found = {}
+    for name, module in model.named_modules():
+        family = FUSED_EXPERTS.get(type(module).__name__)
+        if family is None:
+            continue
+        is_transposed = bool(module.is_transposed)
+        for leaf, projections in family.projections.items():
+            experts, rows, inputs = module.get_parameter(leaf).shape
+            if is_transposed:
+                rows, inputs = inputs, rows
+            shape = (experts, rows, inputs)
+            found[f"{name}.{leaf}"] = FusedParameter(projections, shape, is_transposed, family.stays_fused)
     return found
 
 

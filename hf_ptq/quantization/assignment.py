@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import cached_property
 
 from torch import nn
@@ -22,9 +21,13 @@ from hf_ptq.quantization.cache import QuantizedCache, decide_cache
 from hf_ptq.quantization.formats.description import FORMATS, NumberFormat
 from hf_ptq.quantization.groups import fused_groups
 from hf_ptq.quantization.modules import class_names, kind_of
-from hf_ptq.quantization.recipe import Recipe, Rule
+from hf_ptq.quantization.numerics import BESIDE
+from hf_ptq.quantization.places import places_of, stacked_place
+from hf_ptq.quantization.recipe import Recipe
+from hf_ptq.quantization.rules import LINEAR, Decision, Place, Tensor, settle
 
 MAX_PROBLEMS = 10
+UNREAD = (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,15 @@ class Assignment:
         """Source module name -> the quantized weight that it belongs to; asked for once per tensor, so made once."""
         return {module: q for q in self.quantized for module in q.view.modules}
 
+    @cached_property
+    def by_tensor(self) -> dict[str, tuple[QuantizedWeight, ...]]:
+        """Source tensor -> the quantized weights that it holds."""
+        found: dict[str, tuple[QuantizedWeight, ...]] = {}
+        for q in self.quantized:
+            for tensor in q.view.tensors:
+                found[tensor] = (*found.get(tensor, ()), q)
+        return found
+
 
 def assign(
     recipe: Recipe, model: PreTrainedModel, views: Sequence[WeightView], tied: Mapping[str, str] | None = None
@@ -87,13 +99,15 @@ def assign(
     """
     modules = dict(model.named_modules())
     problems: list[Problem] = []
-    decisions = {view: _decide(recipe, view, modules, problems) for view in views}
+    places = places_of(views, modules)
+    decisions = {view: _decide(recipe, view, places[view], modules[view.owner], problems) for view in views}
     tied = tied or {}
     _leave_tied_alone(decisions, tied)
     groups = _groups(views)
     quantized, left, warnings = _apply_shapes(decisions, groups)
     problems += _split_groups(groups, {m for q in quantized for m in q.view.modules}, quantized)
     problems += _split_experts(quantized, views)
+    problems += _tied_problems(recipe, tied)
     problems += _opaque_experts(recipe, modules, quantized, {view.parameter for view in views})
     if not quantized and not problems:
         what = f"recipe {recipe.name} quantizes nothing in {type(model).__name__}"
@@ -103,13 +117,14 @@ def assign(
     if problems:
         raise UserError(*list(dict.fromkeys(problems))[:MAX_PROBLEMS])
     cache, cache_warnings = decide_cache(recipe, model, views)
-    warnings += [*_tied_warnings(recipe, tied, views, decisions), *cache_warnings, *_unmatched(recipe, modules, views)]
+    asked = [*_tied_warnings(recipe, tied, views, decisions), *_unread_warnings(recipe, modules)]
+    warnings += [*asked, *cache_warnings, *_unmatched(recipe, modules, places)]
     return Assignment(tuple(quantized), tuple(left), cache, tuple(warnings))
 
 
 @dataclass(frozen=True)
 class _Formats:
-    """What the last rule that matches a view gives it."""
+    """What the rules give a view."""
 
     weight: NumberFormat
     input: NumberFormat | None
@@ -117,43 +132,41 @@ class _Formats:
 
 
 def _decide(
-    recipe: Recipe, view: WeightView, modules: Mapping[str, nn.Module], problems: list[Problem]
+    recipe: Recipe, view: WeightView, places: Sequence[Place], owner: nn.Module, problems: list[Problem]
 ) -> _Formats | str:
-    """The formats of the last rule that matches, or the reason why the view is left alone."""
-    owner = modules[view.owner]
-    own = _own_names(view)
-    found = _last_match(recipe, (view.modules[0], *own), owner)
-    if view.is_stacked:
-        others = [m for m in view.modules[1:] if not _same(_last_match(recipe, (m, *own), owner), found)]
-        if others:
-            what = f"rules decide otherwise for {others[0]} than for {view.modules[0]}"
+    """The formats that the rules come to, or the reason why the view is left alone. `places`: of its modules."""
+    found = {tensor: settle(recipe.rules, tensor, places[0]) for tensor in LINEAR}
+    for place in places[1:]:
+        if any(settle(recipe.rules, tensor, place).effect != found[tensor].effect for tensor in LINEAR):
+            what = f"rules decide otherwise for {place.names[0]} than for {view.modules[0]}"
             problems.append(Problem(what, "servers know all experts of a layer as one: match all of them, or none"))
-    if found is None:
-        return "no rule matches"
-    rule, pattern = found
-    classes = [name for name in class_names(owner) if name in rule.parent_class]
-    origin = pattern + (f" in {classes[0]}" if classes else "")
-    if rule.weight is None:
-        return f"off by {origin}"
+            break
+    wrong = [_impossible(view, tensor, decision) for tensor, decision in found.items() if decision.reason]
+    weight, inputs = found["weight"], found["input"]
+    if not (weight.asks or inputs.asks or wrong):
+        return f"off by {weight.rule}" if weight.rule else "no rule matches"
     if not view.is_stacked and kind_of(owner) is None:
         return f"{type(owner).__name__} is no kind that can be quantized"
-    return _Formats(FORMATS[rule.weight], FORMATS[rule.input] if rule.input else None, origin)
+    if inputs.asks and not weight.asks:
+        what = f"{inputs.rule} quantizes the input of {view.modules[0]} and nothing its weight"
+        wrong.append(Problem(what, "no server quantizes activations only: give the weight a format too"))
+    problems += wrong
+    if wrong or weight.format is None:
+        return "refused"
+    name = BESIDE.get((weight.format, inputs.format or ""), weight.format)
+    return _Formats(FORMATS[name], FORMATS[inputs.format] if inputs.format else None, _label(weight, inputs))
 
 
-def _last_match(recipe: Recipe, names: Sequence[str], owner: nn.Module) -> tuple[Rule, str] | None:
-    """The last rule about linears that matches one of the names, and its pattern."""
-    for rule in reversed(recipe.rules):
-        pattern = _matching_pattern(rule, names, owner) if rule.decides_linears else None
-        if pattern is not None:
-            return rule, pattern
-    return None
+def _label(weight: Decision, inputs: Decision) -> str:
+    """The rule that decided, or both where ModelOpt's patterns are about one tensor each."""
+    if inputs.format is None or inputs.rule == weight.rule:
+        return str(weight.rule)
+    return f"{weight.rule}, {inputs.rule}"
 
 
-def _same(one: tuple[Rule, str] | None, other: tuple[Rule, str] | None) -> bool:
-    """Whether two matches give the same formats."""
-    if one is None or other is None:
-        return one is other
-    return (one[0].weight, one[0].input) == (other[0].weight, other[0].input)
+def _impossible(view: WeightView, tensor: Tensor, decision: Decision) -> Problem:
+    cure = "turn it off in the recipe (enable: false), or give it a format that --list shows"
+    return Problem(f"{decision.rule} quantizes the {tensor} of {view.modules[0]}: {decision.reason}", cure)
 
 
 def _leave_tied_alone(decisions: dict[WeightView, _Formats | str], tied: Mapping[str, str]) -> None:
@@ -171,29 +184,36 @@ def _tied_warnings(
     stored = {view.parameter for view in views}
     for parameter in tied:
         name = parameter.removesuffix(".weight")
-        deciding = [r for r in recipe.rules if r.decides_linears and any(fnmatchcase(name, p) for p in r.pattern)]
-        if parameter not in stored and deciding and deciding[-1].weight is not None:
+        if parameter not in stored and settle(recipe.rules, "weight", Place((name,))).asks:
             asked.append(name)
     return [
         f"{name} shares the embedding's weight and is left unquantized, though the recipe asks for it" for name in asked
     ]
 
 
-def _own_names(view: WeightView) -> tuple[str, ...]:
-    """The model's names of a view's modules: of the linear, or of the stacked projection."""
-    own = view.parameter.removesuffix(".weight")
-    return (own, f"{view.owner}.{view.leaf}") if view.is_stacked else (own,)
+def _tied_problems(recipe: Recipe, tied: Mapping[str, str]) -> list[Problem]:
+    """Heads that share the embedding's weight, and that a rule asks for by name."""
+    found = []
+    for parameter, shared in tied.items():
+        name = parameter.removesuffix(".weight")
+        rule = settle(recipe.rules, "weight", Place((name,)))
+        if rule.asks and name.rpartition(".")[2] in str(rule.rule):
+            what = f"{name} shares its weight with {shared}, so it cannot be quantized by itself ({rule.rule})"
+            found.append(Problem(what, f"leave it out by a last rule: pattern: {name}, enable: false"))
+    return found
 
 
-def _names(view: WeightView) -> tuple[str, ...]:
-    """What patterns are compared with: the source's names and the model's own."""
-    return (*view.modules, *_own_names(view))
-
-
-def _matching_pattern(rule: Rule, names: Sequence[str], owner: nn.Module) -> str | None:
-    if rule.parent_class and not set(rule.parent_class) & set(class_names(owner)):
-        return None
-    return next((p for p in rule.pattern if any(fnmatchcase(name, p) for name in names)), None)
+def _unread_warnings(recipe: Recipe, modules: Mapping[str, nn.Module]) -> list[str]:
+    """Embeddings and convolutions that the recipe asks for: no server reads them quantized, so they are left alone."""
+    asked: dict[str, list[str]] = {}
+    for name, module in modules.items():
+        if isinstance(module, UNREAD) and settle(recipe.rules, "weight", Place((name,), class_names(module))).asks:
+            asked.setdefault(type(module).__name__, []).append(name)
+    return [
+        f"{len(names)} {kind} modules ({names[0]}{' ...' if len(names) > 1 else ''}) are left unquantized, though the "
+        "recipe asks for them: no server reads them quantized"
+        for kind, names in asked.items()
+    ]
 
 
 def _groups(views: Sequence[WeightView]) -> dict[str, tuple[str, ...]]:
@@ -229,10 +249,13 @@ def _unfit(decisions: Mapping[WeightView, _Formats | str]) -> dict[str, str]:
     """Module, or all experts of a layer -> why its format cannot take it."""
     found: dict[str, str] = {}
     for view, decision in decisions.items():
-        if not isinstance(decision, str) and view.shape[1] % decision.weight.input_multiple:
-            place, of = (view.stack, f" of {view.leaf}") if view.is_stacked else (view.modules[0], "")
-            multiple = f"{decision.weight.input_multiple}, as {decision.weight.name} needs"
-            found[place] = f"{view.shape[1]} inputs{of} are no multiple of {multiple}"
+        if isinstance(decision, str):
+            continue
+        place, of = (view.stack, f" of {view.leaf}") if view.is_stacked else (view.modules[0], "")
+        weight, sizes = decision.weight, zip(("outputs", "inputs"), view.shape, strict=True)
+        for (what, size), multiple in zip(sizes, (weight.output_multiple, weight.input_multiple), strict=True):
+            if size % multiple:
+                found[place] = f"{size} {what}{of} are no multiple of {multiple}, as {weight.name} needs"
     return found
 
 
@@ -300,26 +323,21 @@ def _opaque_experts(
         for leaf, parameter in module._parameters.items():
             if parameter is None or parameter.dim() != 3 or f"{name}.{leaf}" in viewed or isinstance(module, nn.Conv1d):
                 continue
-            deciding = [
-                r for r in recipe.rules if r.decides_linears and _matching_pattern(r, (f"{name}.{leaf}",), module)
-            ]
-            if deciding and deciding[-1].weight is not None:
+            place = stacked_place((f"{name}.{leaf}",), f"{name}.{leaf}", 0, class_names(module))
+            if settle(recipe.rules, "weight", place).asks:
                 what = f"{type(module).__name__} ({name}.{leaf}): the source holds all experts in one tensor"
                 cure = "this layout is not built yet; leave the experts out by a rule (enable: false)"
                 found.setdefault(type(module).__name__, Problem(what, cure))
     return list(found.values())
 
 
-def _unmatched(recipe: Recipe, modules: Mapping[str, nn.Module], views: Sequence[WeightView]) -> list[str]:
+def _unmatched(
+    recipe: Recipe, modules: Mapping[str, nn.Module], places: Mapping[WeightView, Sequence[Place]]
+) -> list[str]:
     """Patterns of the recipe that match no module, unless their rule is optional."""
-    names = {name for view in views for name in _names(view)} | set(modules)
-    return [
-        f"recipe {recipe.name}: pattern {pattern!r} matches no module"
-        for rule in recipe.rules
-        if not rule.optional
-        for pattern in rule.pattern
-        if not any(fnmatchcase(name, pattern) for name in names)
-    ]
+    every = [*(place for of_view in places.values() for place in of_view), *(Place((name,)) for name in modules)]
+    patterns = dict.fromkeys(pattern for rule in recipe.rules for pattern in rule.unmatched(every))
+    return [f"recipe {recipe.name}: pattern {pattern!r} matches no module" for pattern in patterns]
 
 
 def _reasons(left: Sequence[LeftAlone]) -> str:

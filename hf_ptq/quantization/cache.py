@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -18,9 +17,14 @@ from hf_ptq.errors import Problem, UserError
 from hf_ptq.model.attention import attention_modules, is_latent, takes_registry
 from hf_ptq.model.views import WeightView
 from hf_ptq.quantization.formats.description import FORMATS, NumberFormat
-from hf_ptq.quantization.recipe import Recipe, Rule
+from hf_ptq.quantization.modules import class_names
+from hf_ptq.quantization.recipe import Recipe
+from hf_ptq.quantization.rules import ATTENTION, AnyRule, Place, Tensor, settle
 
 CURE = "use --kv_cache_qformat fp8_cast or none"
+OFF = "turn it off in the recipe (enable: false); --kv_cache_qformat says what becomes of keys and values"
+WORDS: dict[Tensor, str] = {"q": "the queries", "k": "the keys", "v": "the values", "p": "the attention weights"}
+ANY_LAYER = "model.layers.0.self_attn"  # where a model shows no attention module, rules are asked about such a one
 
 
 @dataclass(frozen=True)
@@ -49,15 +53,16 @@ def decide_cache(
     Raises UserError where rules cover only some layers, where a calibrated cache cannot be looked into, and where a
     head is no multiple of the format's blocks.
     """
-    asking = [rule for rule in recipe.rules if rule.k is not None]
-    if not asking:
+    if not any("k" in rule.speaks_of for rule in recipe.rules):
         return None, []
     attention = attention_modules(model)
     layers = _source_names(attention, views)
-    rule = _rule_of_all_layers(asking, layers) if layers else asking[-1]
-    if rule is None:
+    places = [Place((own, source), class_names(attention[own])) for own, source in layers.items()]
+    chosen = _of_all_layers(recipe.rules, places or [Place((ANY_LAYER,))])
+    if chosen is None:
         return None, []
-    cache = QuantizedCache(FORMATS[str(rule.k)], FORMATS[str(rule.v)], rule.mla, layers)
+    k, v, mla = chosen
+    cache = QuantizedCache(FORMATS[k], FORMATS[v], mla, layers)
     opaque = sorted({type(module).__name__ for module in attention.values() if not takes_registry(module)})
     blind = opaque or ([] if attention else [type(model).__name__])
     if blind and cache.needs_data:
@@ -74,18 +79,30 @@ def _source_names(attention: Mapping[str, nn.Module], views: Sequence[WeightView
     return {name: parents.get(name, name) for name in attention}
 
 
-def _rule_of_all_layers(rules: Sequence[Rule], layers: Mapping[str, str]) -> Rule | None:
-    """The last rule that matches, if it gives the same to every layer; None if no layer is matched."""
-    chosen: dict[str, Rule | None] = {}
-    for own, source in layers.items():
-        matching = [r for r in rules if any(fnmatchcase(n, p) for p in r.pattern for n in (own, source))]
-        chosen[source] = matching[-1] if matching else None
-    kinds = {(rule.k, rule.v, rule.mla) if rule else None for rule in chosen.values()}
-    if len(kinds) > 1:
-        shown = ", ".join(f"{layer}: {rule.k if rule else 'none'}" for layer, rule in list(chosen.items())[:4])
+def _of_all_layers(rules: Sequence[AnyRule], places: Sequence[Place]) -> tuple[str, str, str] | None:
+    """Formats of keys and values, and what latent attention is calibrated on, if the rules give every layer the same.
+
+    None where they give none.
+    """
+    found = {place.names[-1]: {tensor: settle(rules, tensor, place) for tensor in ATTENTION} for place in places}
+    layer, first = next(iter(found.items()))
+    wrong = [
+        Problem(f"{decision.rule} quantizes {WORDS[tensor]} of {layer}: {decision.reason}", OFF)
+        for tensor, decision in first.items()
+        if decision.reason
+    ]
+    if wrong:
+        raise UserError(*wrong)
+    kinds = {layer: (said["k"].effect, said["v"].effect) for layer, said in found.items()}
+    if len(set(kinds.values())) > 1:
+        shown = ", ".join(f"{layer}: {k[0] or 'none'}" for layer, (k, _) in list(kinds.items())[:4])
         what = f"servers have one format for the KV cache of all layers, the recipe gives {shown} ..."
         raise UserError(Problem(what, "give k and v rules a pattern that matches every attention module, such as '*'"))
-    return next(iter(chosen.values()))
+    k, v = first["k"].format, first["v"].format
+    if (k is None) != (v is None):
+        what = f"the recipe quantizes {'values' if k is None else 'keys'} only, servers cache both in one format"
+        raise UserError(Problem(what, "give both k and v a format"))
+    return (k, v, first["k"].mla) if k is not None and v is not None else None
 
 
 def _refuse_head_size(cache: QuantizedCache, model: PreTrainedModel, attention: Mapping[str, nn.Module]) -> None:

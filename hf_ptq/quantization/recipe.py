@@ -7,125 +7,49 @@ A recipe is a YAML file:
       - {pattern: "*.experts.*", weight: nvfp4, input: nvfp4}
       - {import: default_disabled}           # the rules of another file, at this place
       - {pattern: "*.layers.0.*", enable: false}
-    algorithm: max
+    algorithm: max                           # or mse, {method: mse, fp8_scale_sweep: true}: see algorithm.py
     kv_cache: fp8_cast                       # optional; --kv_cache_qformat wins
 
 `pattern` is a case-sensitive glob (or a list of globs) on the names of modules, in the checkpoint's naming or in the
-model's own; `parent_class` narrows a rule to modules of these classes. A rule gives formats to `weight` and `input`
-(one that is not named stays unquantized), to the attention's `k` and `v`, or turns modules off. `optional: true`
-means that it is no news if a pattern matches nothing. Multi-head latent attention caches the normalised latent and
-the rotary key, and servers scale both with `k_scale`: `mla: latent`, the default, calibrates these; `mla: expanded`
-calibrates the keys and values that are computed from them, as the peer does.
+model's own; layers can be counted from the end (`*.layers.-1.*` is the last). `parent_class` narrows a rule to modules
+of these classes. A rule gives formats to `weight` and `input` (one that is not named stays unquantized), to the
+attention's `k` and `v`, or turns modules off. `optional: true` means that it is no news if a pattern matches nothing.
+Multi-head latent attention caches the normalised latent and the rotary key, and servers scale both with `k_scale`:
+`mla: latent`, the default, calibrates these; `mla: expanded` calibrates the keys and values that are computed from
+them, as the peer does.
 
-A preset (`--qformat`) is such a file in `hf_ptq/recipes/presets`; KV presets are in `recipes/kv`, shared rules in
-`recipes/units`. This module knows names and structure only; it imports no torch, so that a refusal costs nothing.
+A preset is such a file in `hf_ptq/recipes/presets`, a model recipe one in `recipes/models`; `--qformat` and `--recipe`
+take the name of either or the path of a file. KV presets are in `recipes/kv`, shared rules in `recipes/units`. Files of
+ModelOpt's are read as they are (modelopt_recipe.py). This module knows names and structure only; it imports no torch,
+so that a refusal costs nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from hf_ptq.errors import Problem, UserError
-from hf_ptq.quantization.formats.description import Role, formats_for
-
-Model = TypeVar("Model", bound=BaseModel)
+from hf_ptq.quantization.algorithm import AlgorithmSpec, Max, read_algorithm
+from hf_ptq.quantization.modelopt_recipe import is_modelopt, read_modelopt
+from hf_ptq.quantization.rules import AnyRule, Rule
+from hf_ptq.quantization.yaml_files import read_documents, validated
 
 RECIPES_DIR = Path(__file__).resolve().parent.parent / "recipes"
-ROLE_OF_FIELD: dict[str, Role] = {"weight": "weight", "input": "input", "k": "kv", "v": "kv"}
+NAMED = ("presets", "models")  # folders whose files are known by their names
 # Names that users know from the peer, refused by that name until they are built.
 NOT_BUILT_YET: dict[str, str] = {
     **dict.fromkeys(("int4_awq", "w4a8_awq_beta", "nvfp4_awq_lite", "nvfp4_awq_clip", "nvfp4_awq_full"), "AWQ"),
-    **dict.fromkeys(("int8_smoothquant",), "SmoothQuant"),
-    **dict.fromkeys(("nvfp4_svdquant",), "SVDQuant"),
-    **dict.fromkeys(("nvfp4_four_over_six", "nvfp4_w4a4_weight_mse_fp8_sweep"), "the MSE search"),
-    **dict.fromkeys(("nvfp4_w4a4_weight_local_hessian",), "the local Hessian search"),
-    **dict.fromkeys(
-        (
-            "int8",
-            "int4_blockwise_weight_only",
-            "fp8_2d_blockwise_weight_only",
-            "mxfp4",
-            "mxfp6",
-            "mxfp8",
-            "mxint8",
-            "mxfp4_mlp_weight_only",
-            "w4a8_mxfp4_fp8",
-            "w4a8_nvfp4_fp8",
-            "nvfp4_mlp_weight_only",
-        ),
-        "its number format",
-    ),
-    **dict.fromkeys(
-        (
-            "nvfp4_omlp_only",
-            "nvfp4_fp8_mha",
-            "mamba_moe_fp8_aggressive",
-            "mamba_moe_fp8_conservative",
-            "mamba_moe_nvfp4_aggressive",
-            "mamba_moe_nvfp4_conservative",
-        ),
-        "its recipe",
-    ),
+    "int8_smoothquant": "SmoothQuant",
+    "nvfp4_svdquant": "SVDQuant",
+    "nvfp4_w4a4_weight_local_hessian": "the local Hessian search",
 }
 DEFAULT_KV = "fp8_cast"
-KV_NOT_BUILT_YET = ("fp8_affine", "nvfp4_affine", "nvfp4_rotate")
-
-
-class Rule(BaseModel):
-    """One rule of a recipe; see the module docstring."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    pattern: tuple[str, ...]
-    parent_class: tuple[str, ...] = ()
-    weight: str | None = None
-    input: str | None = None
-    k: str | None = None
-    v: str | None = None
-    mla: Literal["latent", "expanded"] = "latent"
-    enable: bool = True
-    optional: bool = False
-
-    @field_validator("pattern", "parent_class", mode="before")
-    @classmethod
-    def _one_or_many(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str) else value
-
-    @field_validator("weight", "input", "k", "v")
-    @classmethod
-    def _known_format(cls, value: str | None, info: Any) -> str | None:
-        if value is not None:
-            known = formats_for(ROLE_OF_FIELD[info.field_name])
-            if value not in known:
-                raise ValueError(f"unknown format {value!r}; formats for {info.field_name} are {', '.join(known)}")
-        return value
-
-    @model_validator(mode="after")
-    def _says_something(self) -> Rule:
-        gives = [self.weight, self.input, self.k, self.v]
-        if not self.pattern:
-            raise ValueError("pattern is empty")
-        if not self.enable and any(gives):
-            raise ValueError("a rule with enable: false cannot give formats")
-        if self.enable and not any(gives):
-            raise ValueError("a rule gives a format (weight, input, k, v) or says enable: false")
-        if (self.k is None) != (self.v is None):
-            raise ValueError("k and v belong together: give both a format")
-        if self.input and not self.weight:
-            raise ValueError("input without weight: no server quantizes activations only")
-        return self
-
-    @property
-    def decides_linears(self) -> bool:
-        """True where the rule decides about weight and input."""
-        return not self.enable or self.weight is not None
 
 
 class _File(BaseModel):
@@ -135,57 +59,64 @@ class _File(BaseModel):
 
     description: str = ""
     rules: list[dict[str, Any]] = Field(default_factory=list)
-    algorithm: Literal["max"] = "max"
+    algorithm: AlgorithmSpec = Max()
     kv_cache: str | None = None
+
+    @field_validator("algorithm", mode="before")
+    @classmethod
+    def _algorithm(cls, value: Any) -> AlgorithmSpec:
+        return read_algorithm(value)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A validated recipe with its imports in place."""
+    """A validated recipe with its imports in place.
+
+    `says_all`: where no rule speaks of keys and values they stay as they are, as in ModelOpt's files; else the default
+    preset for them is added.
+    """
 
     name: str
     description: str
-    rules: tuple[Rule, ...]
-    algorithm: str = "max"
+    rules: tuple[AnyRule, ...]
+    algorithm: AlgorithmSpec = field(default_factory=Max)
     kv_cache: str | None = None
     origin: str = ""  # the file, for messages
+    says_all: bool = False
 
     @property
     def decides_kv(self) -> bool:
-        """True where a rule gives formats to keys and values."""
-        return any(rule.k is not None for rule in self.rules)
+        """True where the rules are the whole truth about keys and values."""
+        return self.kv_cache is None and (self.says_all or any("k" in rule.speaks_of for rule in self.rules))
 
     def with_kv(self, asked_for: str | None) -> Recipe:
-        """The recipe with the KV preset asked for; else with its own rules or `kv_cache`; else with `fp8_cast`."""
+        """The recipe with the KV preset asked for; else with its `kv_cache` or its own rules; else with `fp8_cast`."""
         if asked_for is None and self.decides_kv:
             return self
-        own = tuple(rule.model_copy(update={"k": None, "v": None}) for rule in self.rules)
-        kept = tuple(rule for rule in own if rule.decides_linears)
-        return dataclasses.replace(self, rules=kept + load_kv(asked_for or self.kv_cache or DEFAULT_KV))
+        own = tuple(kept for rule in self.rules if (kept := rule.without_cache()) is not None)
+        return dataclasses.replace(self, rules=own + load_kv(asked_for or self.kv_cache or DEFAULT_KV))
 
 
 def load_recipe(name_or_path: str) -> Recipe:
-    """The preset of that name, or the recipe file at that path.
+    """The preset or model recipe of that name, or the recipe at that path (a file, or a directory of ModelOpt's).
 
     Raises `UserError` for an unknown name (nearest names given), for one that is not built yet, and for a file that
-    does not follow the schema (each wrong key or value named).
+    does not follow its schema (each wrong key or value named).
     """
     path = _find(name_or_path)
     if path is None:
         raise UserError(_unknown(name_or_path))
-    return _load_file(path)
+    return _load(path)
 
 
-def load_kv(name: str) -> tuple[Rule, ...]:
+def load_kv(name: str) -> tuple[AnyRule, ...]:
     """The rules of a KV-cache preset; empty for `none`. Raises `UserError` for an unknown name."""
     if name == "none":
         return ()
     path = RECIPES_DIR / "kv" / f"{name}.yaml"
     if path.is_file() and Path(name).name == name:
-        return _load_file(path).rules
+        return _load(path).rules
     names = [preset for preset, _ in list_kv_presets()]
-    if name in KV_NOT_BUILT_YET:
-        raise UserError(Problem(f"--kv_cache_qformat {name} is not built yet", f"use one of {', '.join(names)}"))
     near = difflib.get_close_matches(name, names, 3, 0.4)
     raise UserError(Problem(f"--kv_cache_qformat {name!r} is not known", f"nearest: {', '.join(near or names)}"))
 
@@ -193,6 +124,16 @@ def load_kv(name: str) -> tuple[Rule, ...]:
 def list_presets() -> list[tuple[str, str]]:
     """(name, description) of every preset that `--qformat` takes."""
     return _list("presets")
+
+
+def list_models() -> list[tuple[str, str]]:
+    """(name, description) of every recipe for one model or family; `--recipe` takes them by name."""
+    return _list("models")
+
+
+def list_not_built() -> list[tuple[str, str]]:
+    """(name, what is missing) of the presets that users know from the peer and that are refused."""
+    return [(name, f"not built yet: {missing} is missing") for name, missing in sorted(NOT_BUILT_YET.items())]
 
 
 def list_kv_presets() -> list[tuple[str, str]]:
@@ -209,41 +150,65 @@ def _list(folder: str) -> list[tuple[str, str]]:
 
 
 def _find(name_or_path: str) -> Path | None:
-    """A preset's file, or the user's own; None where there is neither."""
+    """A preset's file, a model recipe's, or the user's own; None where there is none."""
     if Path(name_or_path).name == name_or_path:
-        preset = RECIPES_DIR / "presets" / f"{name_or_path}.yaml"
-        if preset.is_file():
-            return preset
+        files = (RECIPES_DIR / folder / f"{name_or_path}.yaml" for folder in NAMED)
+        shipped = next((file for file in files if file.is_file()), None)
+        if shipped is not None:
+            return shipped
     path = Path(name_or_path).expanduser()
-    return path if path.is_file() else None
+    return path if path.is_file() or (path.is_dir() and name_or_path) else None
 
 
 def _unknown(name: str) -> Problem:
-    names = [preset for preset, _ in list_presets()]
+    presets = [preset for preset, _ in list_presets()]
     if name in NOT_BUILT_YET:
-        return Problem(
-            f"--qformat {name} is not built yet ({NOT_BUILT_YET[name]} is missing)", f"use one of {', '.join(names)}"
-        )
+        what = f"--qformat {name} is not built yet ({NOT_BUILT_YET[name]} is missing)"
+        return Problem(what, f"use one of {', '.join(presets)}")
     if "/" in name or name.endswith((".yaml", ".yml")):
-        return Problem(
-            f"--recipe {name}: there is no such file", "give the path of a YAML recipe or the name of a preset"
-        )
-    near = difflib.get_close_matches(name, names, 3, 0.4)
-    return Problem(f"{name!r} is no preset (--qformat)", f"nearest: {', '.join(near or names)}; --list shows all")
+        what = f"--recipe {name}: there is no such file"
+        return Problem(what, "give the path of a YAML recipe or the name of a preset")
+    known = [*presets, *(model for model, _ in list_models()), *NOT_BUILT_YET]
+    near = difflib.get_close_matches(name, known, 3, 0.4)
+    return Problem(f"{name!r} is no preset (--qformat)", f"nearest: {', '.join(near or presets)}; --list shows all")
 
 
-def _load_file(path: Path) -> Recipe:
-    data = _read_yaml(path)
+def _load(path: Path) -> Recipe:
     problems: list[Problem] = []
-    file = _validate(_File, data, str(path), problems)
-    rules = [] if file is None else _expand(file.rules, path, (path.resolve(),), problems)
-    if problems or file is None:
+    documents = [] if path.is_dir() else read_documents(path)[0]
+    if path.is_dir() or (documents and is_modelopt(documents[0])):
+        recipe = _load_modelopts(path, problems)
+    else:
+        recipe = _load_ours(path, documents, problems)
+    if problems or recipe is None:
         raise UserError(*problems)
-    if not rules:
+    if not recipe.rules:
         raise UserError(Problem(f"{path}: the recipe has no rules", "add rules that give formats to modules"))
-    if file.kv_cache is not None:
-        load_kv(file.kv_cache)  # an unknown name is refused now
+    if recipe.kv_cache is not None:
+        load_kv(recipe.kv_cache)  # an unknown name is refused now
+    return recipe
+
+
+def _load_modelopts(path: Path, problems: list[Problem]) -> Recipe | None:
+    read = read_modelopt(path, problems)
+    if read is None:
+        return None
+    return Recipe(path.stem, read.description, read.rules, read.algorithm, read.kv_cache, str(path), says_all=True)
+
+
+def _load_ours(path: Path, documents: list[Any], problems: list[Problem]) -> Recipe | None:
+    file = _read_file(path, documents, problems)
+    if file is None:
+        return None
+    rules = _expand(file.rules, path, (path.resolve(),), problems)
     return Recipe(path.stem, file.description, tuple(rules), file.algorithm, file.kv_cache, str(path))
+
+
+def _read_file(path: Path, documents: list[Any], problems: list[Problem]) -> _File | None:
+    if len(documents) != 1 or not isinstance(documents[0], dict):
+        keys = ", ".join(_File.model_fields)
+        raise UserError(Problem(f"{path}: a recipe is a mapping with the keys {keys}"))
+    return validated(_File, documents[0], str(path), problems)
 
 
 def _expand(items: list[dict[str, Any]], path: Path, chain: tuple[Path, ...], problems: list[Problem]) -> list[Rule]:
@@ -252,7 +217,7 @@ def _expand(items: list[dict[str, Any]], path: Path, chain: tuple[Path, ...], pr
     for i, item in enumerate(items):
         where = f"{path}: rules[{i}]"
         if set(item) != {"import"}:
-            rule = _validate(Rule, item, where, problems)
+            rule = validated(Rule, item, where, problems)
             rules += [rule] if rule is not None else []
             continue
         target = _import_path(str(item["import"]), path)
@@ -261,7 +226,7 @@ def _expand(items: list[dict[str, Any]], path: Path, chain: tuple[Path, ...], pr
             cure = "import a file of recipes/units by name or another file by its path"
             problems.append(Problem(f"{where}: import {item['import']!r}: {reason}", cure))
             continue
-        imported = _validate(_File, _read_yaml(target), str(target), problems)
+        imported = _read_file(target, read_documents(target)[0], problems)
         rules += _expand(imported.rules if imported else [], target, (*chain, target), problems)
     return rules
 
@@ -269,38 +234,3 @@ def _expand(items: list[dict[str, Any]], path: Path, chain: tuple[Path, ...], pr
 def _import_path(name: str, importer: Path) -> Path | None:
     candidates = (importer.parent / name, importer.parent / f"{name}.yaml", RECIPES_DIR / "units" / f"{name}.yaml")
     return next((p.resolve() for p in candidates if p.is_file()), None)
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise UserError(Problem(f"{path} is not valid YAML: {' '.join(str(error).split())}")) from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(Problem(f"{path} cannot be read as text: {error}", "give a YAML file in UTF-8")) from error
-    if not isinstance(data, dict):
-        raise UserError(Problem(f"{path}: a recipe is a mapping with the keys description, rules, algorithm, kv_cache"))
-    return data
-
-
-def _validate(model: type[Model], data: Any, where: str, problems: list[Problem]) -> Model | None:
-    """`data` as a `model`; what is wrong is appended to `problems`, one entry per key."""
-    try:
-        return model.model_validate(data)
-    except ValidationError as error:
-        for item in error.errors():
-            key = ".".join(str(part) for part in item["loc"])
-            known = ", ".join(model.model_fields)
-            if item["type"] == "extra_forbidden":
-                near = difflib.get_close_matches(key, model.model_fields, 1)
-                problems.append(
-                    Problem(
-                        f"{where}: unknown key {key!r}",
-                        (f"did you mean {near[0]!r}? " if near else "") + f"known keys: {known}",
-                    )
-                )
-            else:
-                problems.append(
-                    Problem(f"{where}: {key + ': ' if key else ''}{item['msg'].removeprefix('Value error, ')}")
-                )
-        return None

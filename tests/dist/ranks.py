@@ -52,9 +52,9 @@ def run_requests(ranks: int, requests: Sequence[dict], directory: Path, **variab
 
 
 def exported(directory: Path) -> dict[str, torch.Tensor]:
-    """All tensors of an export."""
+    """All tensors of an export, those of the quantizers' state too."""
     tensors: dict[str, torch.Tensor] = {}
-    for file in sorted(directory.glob("*.safetensors")):
+    for file in sorted(directory.rglob("*.safetensors")):
         for name, tensor in load_file(file).items():
             assert name not in tensors, f"{name} is in two files"
             tensors[name] = tensor

@@ -14,6 +14,7 @@ import pytest
 import torch
 from ranks import differences, run_requests
 from safetensors.torch import save_file
+from tiny import save_tiny_vision
 
 from hf_ptq.quantization.recipe import RECIPES_DIR
 
@@ -104,6 +105,23 @@ def test_a_head_that_is_quantized_sees_every_token(tiny, token_rows, tmp_path, c
 def test_dense(tiny, token_rows, tmp_path, check_export):
     sources = [tiny(name) for name in ("llama_tied", "llama_wide")]
     compare(sources, DENSE_PLANS, CALIBRATED | DATA_FREE, tmp_path, check_export, datasets=[str(token_rows)])
+
+
+def test_layouts_and_experts_that_are_one_tensor_on_the_hub(tiny, token_rows, tmp_path):
+    """Also the quantizers' state; the independent checker knows the modelopt layout of single experts only."""
+    plans = {name: MOE_PLANS[name] for name in ("ep 2", "fsdp2")}
+    variants = {
+        "modelopt": {"qformat": "nvfp4"},
+        "fakequant": {"qformat": "int8", "kv_cache_qformat": "fp8", "export_fmt": "fakequant"},
+    }
+    separate = {"ct": {"qformat": "nvfp4", "kv_cache_qformat": "fp8", "export_fmt": "compressed-tensors"}}
+    base = {"datasets": [str(token_rows)]}
+    (tmp_path / "vision").mkdir()
+    fused = [tiny("gpt_oss_wide"), save_tiny_vision(tmp_path / "vision")]
+    compare(fused, plans, variants, tmp_path, lambda *_: None, **base)
+    compare(
+        [tiny("qwen3_moe")], plans, separate | {"fakequant": variants["fakequant"]}, tmp_path, lambda *_: None, **base
+    )
 
 
 @pytest.mark.demo

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,24 @@ from hf_ptq.run import run
 
 DENSE = ("llama_untied", "llama_tied")
 MODELS = (*DENSE, "qwen3_moe", "deepseek_v3")
-QFORMATS = ("fp8", "fp8_per_channel_per_token", "nvfp4", "w4a16_nvfp4")
-# The peer's `int8` has a static input scale; its weights are those of int8_weight_only.
-WEIGHTS_OF = {"int8": "int8_weight_only"}
+QFORMATS = ("fp8", "fp8_per_channel_per_token", "int8", "nvfp4", "w4a16_nvfp4", "mxfp8", "mxfp4")
+CASES = [
+    *((model, qformat) for model in MODELS for qformat in QFORMATS),
+    *((model, "int4_blockwise_weight_only") for model in DENSE),
+    ("llama_untied", "fp8_2d_blockwise_weight_only"),
+    ("llama_untied", "w4a8_max"),
+]
+# What the peer has a preset for with another algorithm.
+RECIPES = {
+    "w4a8_max": 'rules:\n  - {pattern: "*", weight: int4_block128_fp8, input: fp8}\n  - {import: default_disabled}\n'
+}
+# What each is called, and the size of its groups; where the peer writes something else, the golden README asks for it.
+LABELS = {
+    "fp8": ("FP8", None), "fp8_per_channel_per_token": ("FP8_PER_CHANNEL_PER_TOKEN", None), "nvfp4": ("NVFP4", 16),
+    "w4a16_nvfp4": ("W4A16_NVFP4", 16), "int8": ("W8A8_SQ_PER_CHANNEL", None), "mxfp8": ("MXFP8", 32),
+    "mxfp4": ("MXFP4", 32), "int4_blockwise_weight_only": ("W4A16", 128), "w4a8_max": ("W4A8", 128),
+    "fp8_2d_blockwise_weight_only": ("fp8_pb_wo", 128),
+}  # fmt: skip
 
 
 # The golden README says the input scales come from an eager forward. With torch 2.13 on a CPU they are those of sdpa:
@@ -30,9 +46,13 @@ ATTENTION = "sdpa"
 def export_golden(
     shared: Path, model: str, qformat: str, directory: Path, attention: str = ATTENTION
 ) -> dict[str, torch.Tensor]:
+    recipe = None
+    if qformat in RECIPES:
+        recipe = str(directory.with_suffix(".yaml"))
+        Path(recipe).write_text(RECIPES[qformat])
     run(
         RunConfig(
-            model=str(shared / "golden" / model / "source"), export_path=directory, qformat=qformat,
+            model=str(shared / "golden" / model / "source"), export_path=directory, qformat=qformat, recipe=recipe,
             kv_cache_qformat="none", datasets=(str(shared / "golden" / model / "calib.safetensors"),),
             attn_implementation=attention, device="cpu", durable=False, skip_generate=True, verbose=False,
         ),
@@ -46,20 +66,65 @@ def same_bytes(ours: torch.Tensor, peers: torch.Tensor) -> bool:
     return same_kind and torch.equal(ours.reshape(-1).view(torch.uint8), peers.reshape(-1).view(torch.uint8))
 
 
-@pytest.mark.parametrize("qformat", [*QFORMATS, "int8"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "qformat"), CASES)
 def test_golden(model: str, qformat: str, shared: Path, tmp_path: Path) -> None:
-    ours = export_golden(shared, model, WEIGHTS_OF.get(qformat, qformat), tmp_path / "out")
+    ours = export_golden(shared, model, qformat, tmp_path / "out")
     peers = load_file(shared / "golden" / model / qformat / "model.safetensors")
     source = load_file(shared / "golden" / model / "source" / "model.safetensors")
-    if qformat == "int8":
-        peers = {name: tensor for name, tensor in peers.items() if not name.endswith("input_scale")}
     assert set(ours) == set(peers)
-    if qformat == "fp8":
-        check_fp8(ours, peers, source)
+    checks = {"fp8": check_fp8, "mxfp4": check_mxfp4, "fp8_2d_blockwise_weight_only": check_tiles}
+    if qformat in checks:
+        checks[qformat](ours, peers, source)
     else:
-        differing = [name for name in peers if not same_bytes(ours[name], peers[name])]
-        assert differing == []
+        assert [name for name in peers if not same_bytes(ours[name], peers[name])] == []
+    flat = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    nested = json.loads((tmp_path / "out" / "hf_quant_config.json").read_text())["quantization"]
+    for block in (flat, nested):
+        assert (block["quant_algo"], block.get("group_size")) == LABELS[qformat]
+        assert "pre_quant_scale" not in block  # there is none
+        assert block.get("weight_block_size") == ([128, 128] if qformat.startswith("fp8_2d") else None)
+
+
+def check_mxfp4(ours: dict[str, torch.Tensor], peers: dict[str, torch.Tensor], source: dict[str, torch.Tensor]) -> None:
+    """The scales' bytes are equal, and the codes but for ties, which the peer rounds down, and zeros."""
+    modules = [name.removesuffix(".weight_scale") for name in peers if name.endswith(".weight_scale")]
+    codes = {f"{module}.weight" for module in modules}
+    assert [name for name in peers if name not in codes and not same_bytes(ours[name], peers[name])] == []
+    for module in modules:
+        weight, power = source[f"{module}.weight"], torch.exp2(peers[f"{module}.weight_scale"].double() - 127)
+        exact = weight.double() / power.repeat_interleave(32, 1)
+        mine, theirs = (nibbles(tensors[f"{module}.weight"]) for tensors in (ours, peers))
+        is_tie = torch.isin(exact.abs(), torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]).double())
+        assert ((mine == theirs) | is_tie | (exact == 0) | ((mine & 7 == 0) & (theirs & 7 == 0))).all(), module
+        assert (mine[is_tie] & 1 == 0).all()
+        assert (mine[exact == 0] == 0).all()
+        values = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6]).double()
+        nearest = (values[:, None, None] - exact.abs().clamp(max=6)).abs().amin(0)
+        assert torch.equal((values[(mine & 7).long()] - exact.abs().clamp(max=6)).abs(), nearest)
+
+
+def nibbles(packed: torch.Tensor) -> torch.Tensor:
+    return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
+
+
+def check_tiles(ours: dict[str, torch.Tensor], peers: dict[str, torch.Tensor], source: dict[str, torch.Tensor]) -> None:
+    """As the peer's where that has a scale for each tile; else, the tile's own scale in a tensor of the same rank."""
+    modules = [name.removesuffix(".weight_scale") for name in peers if name.endswith(".weight_scale")]
+    alike = 0
+    for module in modules:
+        weight, scale = source[f"{module}.weight"], ours[f"{module}.weight_scale"]
+        rows, columns = weight.shape[0] // 128, weight.shape[1] // 128
+        cut = weight.float().reshape(max(1, rows), -1, max(1, columns), 128)
+        assert torch.equal(scale, cut.abs().amax((1, 3), keepdim=True) / 448), module
+        expected = (cut / scale).clamp(-448, 448).to(torch.float8_e4m3fn).reshape(weight.shape)
+        assert same_bytes(ours[f"{module}.weight"], expected), module
+        if peers[f"{module}.weight_scale"].dim() == 4:
+            assert same_bytes(scale, peers[f"{module}.weight_scale"])
+            assert same_bytes(ours[f"{module}.weight"], peers[f"{module}.weight"])
+            alike += 1
+    assert alike
+    rest = [n for n in peers if not any(n.startswith(f"{m}.") for m in modules)]
+    assert [n for n in rest if not same_bytes(ours[n], peers[n])] == []
 
 
 def check_fp8(ours: dict[str, torch.Tensor], peers: dict[str, torch.Tensor], source: dict[str, torch.Tensor]) -> None:

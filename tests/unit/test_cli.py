@@ -18,6 +18,7 @@ FLAGS = {
     "--pyt_ckpt_path", "--model", "--revision", "--trust_remote_code", "--attn_implementation",
     "--experts_implementation", "--report_html", "--qformat", "--recipe", "--kv_cache_qformat", "--dataset",
     "--calib_size", "--calib_seq", "--batch_size", "--export_path", "--overwrite", "--max_shard_size", "--durable",
+    "--export_fmt", "--vllm_fakequant_export",
     "--no-durable", "--ep_degree", "--dense", "--use_fsdp2", "--timeout_minutes", "--device", "--use_seq_device_map",
     "--gpu_max_mem_percentage", "--max_gpu_memory_gb", "--max_cpu_memory_gb", "--offload_folder", "--skip_generate",
     "--dry_run", "--seed", "--verbose", "--no-verbose", "--list", "--version",

@@ -115,11 +115,20 @@ def test_mixed_precision_lists_every_layer():
     assert [group["weights"]["num_bits"] for group in flat["config_groups"].values()] == [4, 8]
 
 
-def test_mixed_precision_with_two_group_sizes_names_none_for_all():
+def test_mixed_precision_with_two_group_sizes_names_that_of_nvfp4():
+    """SGLang reads one size at the top, for NVFP4 layers; others have theirs in the table."""
     flat, nested = quantization_config({"a": NVFP4, "b": MXFP8}, [], None)
-    assert "group_size" not in flat
-    assert "group_size" not in nested["quantization"]
+    assert flat["group_size"] == nested["quantization"]["group_size"] == 16
     assert flat["quantized_layers"]["b"] == {"quant_algo": "MXFP8", "group_size": 32}
+
+
+def test_a_table_on_request_is_mixed_precision_of_one_algorithm():
+    flat, nested = quantization_config({"a": NVFP4, "b": NVFP4}, [], None, with_table=True)
+    assert flat["quant_algo"] == nested["quantization"]["quant_algo"] == "MIXED_PRECISION"
+    assert flat["quantized_layers"] == dict.fromkeys("ab", {"quant_algo": "NVFP4", "group_size": 16})
+    assert flat["config_groups"]["group_0"]["targets"] == ["a", "b"]
+    assert flat["ignore"] == nested["quantization"]["exclude_modules"] == []
+    assert disagreements({"quantization_config": flat}, nested) == []
 
 
 def test_nothing_quantized_is_our_own_mistake():

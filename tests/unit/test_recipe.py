@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from hf_ptq.errors import UserError
+from hf_ptq.quantization.algorithm import Max
 from hf_ptq.quantization.recipe import NOT_BUILT_YET, RECIPES_DIR, Rule, list_presets, load_kv, load_recipe
 
 
@@ -43,7 +44,7 @@ def test_rules_in_order_with_imports_in_their_place(tmp_path: Path) -> None:
         Rule(pattern=("c",), enable=False),
         Rule(pattern=("d",), weight="int8_per_channel", optional=True),
     )
-    assert (recipe.name, recipe.description, recipe.kv_cache, recipe.algorithm) == ("outer", "mine", "none", "max")
+    assert (recipe.name, recipe.description, recipe.kv_cache, recipe.algorithm) == ("outer", "mine", "none", Max())
     assert recipe.origin == str(path)
 
 
@@ -75,7 +76,7 @@ def test_one_file_may_be_imported_twice(tmp_path: Path) -> None:
     [
         ('{patern: "*", weight: fp8}', ("rules[0]: unknown key 'patern'", "did you mean 'pattern'?")),
         ('{pattern: "*", wieght: fp8}', ("unknown key 'wieght'", "did you mean 'weight'?")),
-        ('{pattern: "*", weight: fp7}', ("rules[0]: weight: unknown format 'fp7'", "fp8, fp8_per_channel, nvfp4")),
+        ('{pattern: "*", weight: fp7}', ("rules[0]: weight: unknown format 'fp7'", "fp8, fp8_per_channel, fp8_2d")),
         ('{pattern: "*", weight: fp8_per_token}', ("weight: unknown format 'fp8_per_token'",)),
         ('{pattern: "*", weight: fp8, input: int8_per_channel}', ("input: unknown format 'int8_per_channel'",)),
         ('{pattern: "*", k: fp9, v: fp8_cast}', ("k: unknown format 'fp9'", "fp8_cast")),

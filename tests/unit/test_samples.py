@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,12 @@ from hf_ptq.checkpoint.shards import ShardPlan, TensorPlan, lay_out
 from hf_ptq.checkpoint.slices import SourceReader
 from hf_ptq.checkpoint.source import open_source
 from hf_ptq.checkpoint.writer import ShardWriter
+from hf_ptq.export.layouts import LAYOUTS
+from hf_ptq.export.layouts.layout import as_encoded
 from hf_ptq.export.samples import PERFECT_DB, by_kind, decibels, read_samples, worst_of
 from hf_ptq.export.tensors import WeightError
+from hf_ptq.model.views import WeightView
+from hf_ptq.quantization.assignment import Assignment, QuantizedWeight
 from hf_ptq.quantization.formats import codecs
 from hf_ptq.quantization.formats.description import FORMATS
 from hf_ptq.report import Report
@@ -69,6 +74,10 @@ class Exported:
             kind = module.rpartition(".")[2]
             self.errors.append(WeightError(module, kind, number_format, float(exact.square().sum()), noise))
             self.files[module] = {f"{module}.{local}": tensor for local, tensor in tensors.items()}
+        views = [WeightView((module,), f"{module}.weight", (48, 32)) for module in MODULES]
+        quantized = (QuantizedWeight(view, FORMATS[number_format], None, view.modules[0], "*") for view in views)
+        layout = replace(LAYOUTS["modelopt"], storage=lambda scheme: as_encoded(scheme[0], None))
+        self.model = Assignment(tuple(quantized), (), None, ()), layout, torch.bfloat16
         self.reader = SourceReader(open_source(str(source), None, False, Report(verbose=False)))
 
     def write(self) -> tuple[ShardPlan, ...]:
@@ -105,7 +114,7 @@ def test_the_first_and_the_worst_of_each_kind_are_read_back(
     number_format: str, exported: Callable[[str], Exported]
 ) -> None:
     found = exported(number_format)
-    samples, problems = read_samples(found.export, found.write(), found.errors, found.reader, torch.bfloat16)
+    samples, problems = read_samples(found.export, found.write(), found.errors, found.reader, found.model)
     assert problems == []
     assert [sample.module for sample in samples][:1] == ["layers.0.up"]
     worst = worst_of([error for error in found.errors if error.kind == "up"]).module
@@ -121,7 +130,7 @@ def test_bytes_that_are_not_the_ones_meant_are_told(exported: Callable[[str], Ex
     found = exported("nvfp4")
     codes = found.files["layers.0.up"]["layers.0.up.weight"]
     codes[3] ^= 0x88  # signs of one row
-    _, problems = read_samples(found.export, found.write(), found.errors, found.reader, torch.bfloat16)
+    _, problems = read_samples(found.export, found.write(), found.errors, found.reader, found.model)
     (problem,) = problems
     assert problem.what.startswith("layers.0.up: ")
     assert "on disk" in problem.what
@@ -131,7 +140,7 @@ def test_bytes_that_are_not_the_ones_meant_are_told(exported: Callable[[str], Ex
 def test_weights_of_another_module_are_told(exported: Callable[[str], Exported]) -> None:
     found = exported("fp8")
     found.files["layers.0.down"]["layers.0.down.weight"] = found.files["layers.1.up"]["layers.1.up.weight"]
-    _, problems = read_samples(found.export, found.write(), found.errors, found.reader, torch.bfloat16)
+    _, problems = read_samples(found.export, found.write(), found.errors, found.reader, found.model)
     assert [problem.what.partition(":")[0] for problem in problems] == ["layers.0.down"]
     assert " -" in problems[0].what  # uncorrelated: about -3 dB
 
@@ -139,5 +148,5 @@ def test_weights_of_another_module_are_told(exported: Callable[[str], Exported])
 def test_a_scale_that_is_no_number_is_told(exported: Callable[[str], Exported]) -> None:
     found = exported("fp8")
     found.files["layers.0.down"]["layers.0.down.weight_scale"].fill_(float("nan"))
-    _, problems = read_samples(found.export, found.write(), found.errors, found.reader, torch.bfloat16)
+    _, problems = read_samples(found.export, found.write(), found.errors, found.reader, found.model)
     assert [problem.what.partition(":")[0] for problem in problems] == ["layers.0.down"]

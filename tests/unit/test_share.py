@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_ptq.checkpoint.shards import TensorPlan, index_json, lay_out
-from hf_ptq.checkpoint.source import open_source
+from hf_ptq.checkpoint.shards import TensorPlan
+from hf_ptq.checkpoint.source import Source, open_source
 from hf_ptq.distributed.plan import Plan
-from hf_ptq.export.share import Share, share_out
-from hf_ptq.export.tensors import plan_tensors, written_modules
+from hf_ptq.export.layouts import LAYOUTS as OUTPUT_LAYOUTS
+from hf_ptq.export.planned import PlannedTensors, plan_tensors
+from hf_ptq.export.share import Share
+from hf_ptq.export.share import share_out as share_out_by_module
+from hf_ptq.export.tensors import Output, written_modules
 from hf_ptq.model.build import build_meta_model
 from hf_ptq.model.units import split_units
 from hf_ptq.model.views import WeightView, weight_views
@@ -50,6 +54,13 @@ def assignment(*quantized: QuantizedWeight) -> Assignment:
 
 def num_bytes(name: str, size: int) -> TensorPlan:
     return TensorPlan(name, "U8", (size,))
+
+
+def share_out(planned: list[TensorPlan], found: Assignment, plan: Plan) -> dict[str, int]:
+    """With the tensors of a module known by what stands before their last dot."""
+    parents = {tensor.name: tensor.name.rpartition(".")[0] for tensor in planned}
+    module_of = {name: parent for name, parent in parents.items() if parent in found.by_module}
+    return share_out_by_module(planned, module_of, found, plan)
 
 
 # ---- by hand
@@ -122,81 +133,34 @@ def test_the_ranks_end_up_even(sizes: list[int], stack: int, size: int, layout: 
 
 
 @pytest.fixture(scope="module")
-def planned_model(tiny: Callable[[str], Path]) -> tuple[list[TensorPlan], Assignment]:
-    """A mixture of experts in NVFP4 with calibrated scales of the KV cache."""
+def of_model(tiny: Callable[[str], Path]) -> Callable[[str], tuple[PlannedTensors, Assignment, Source]]:
+    """A mixture of experts in NVFP4 with calibrated scales of the KV cache, in an output layout."""
     source = open_source(str(tiny("deepseek_v3")), None, False, Report(verbose=False))
     meta = build_meta_model(source)
     views = weight_views(meta.placements, source.tensors, meta.stacking)
     found = assign(load_recipe("nvfp4").with_kv("fp8"), meta.model, views)
-    return plan_tensors(split_units(meta.model, meta.placements), source, found), found
+    units = split_units(meta.model, meta.placements)
+    return lambda layout: (plan_tensors(units, source, found, OUTPUT_LAYOUTS[layout]), found, source)
 
 
+@pytest.mark.parametrize("output_layout", ["modelopt", "compressed-tensors", "fakequant"])
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_every_tensor_of_a_model_has_one_writer(
-    layout: str, planned_model: tuple[list[TensorPlan], Assignment]
+    layout: str, output_layout: str, of_model: Callable[[str], tuple[PlannedTensors, Assignment, Source]]
 ) -> None:
     """What the ranks write is everything, once; and what a rank encodes is what it writes."""
-    planned, found = planned_model
-    plan = LAYOUTS[layout]
-    owners = share_out(planned, found, plan)
-    assert list(owners) == [tensor.name for tensor in planned]
-    shares = [Share(rank, plan, owners) for rank in range(plan.world_size)]
-    modules = Counter(m for share in shares for weight in found.quantized for m in written_modules(weight, share))
+    planned, found, source = of_model(output_layout)
+    tensors, plan = [*planned.weights, *planned.state], LAYOUTS[layout]
+    owners = share_out_by_module(tensors, planned.module_of, found, plan)
+    assert list(owners) == [tensor.name for tensor in tensors]
+    writer: Any = None  # nothing is written
+    outputs = [
+        Output(OUTPUT_LAYOUTS[output_layout], Share(rank, plan, owners), writer, source)
+        for rank in range(plan.world_size)
+    ]
+    modules = Counter(m for output in outputs for weight in found.quantized for m in written_modules(weight, output))
     assert modules == Counter(list(found.by_module))
-    assert found.by_module is found.by_module  # asked for every tensor: made anew, 37,000 of them took 20 s
-    for share in shares:
-        own = {module for weight in found.quantized for module in written_modules(weight, share)}
-        for name in owners:
-            module = name.rpartition(".")[0]
-            if module in found.by_module:
-                assert share.writes(name) == (module in own), name
-    assert any(name.endswith("k_scale") for name in owners)
-
-
-def test_a_share_knows_what_is_here() -> None:
-    weight = experts("e", 8)
-    plan = LAYOUTS["two groups of 2"]
-    share = Share(2, plan, {"a": 2, "b": 0}, {"e.up": range(4), "q.weight": range(3, 5)})
-    assert (share.writes("a"), share.writes("b")) == (True, False)
-    assert share.held_modules(weight.view) == range(4)
-    assert share.written_modules(weight.view) == range(2, 4)
-    assert Share(2, plan, {}).held_modules(weight.view) == range(8)
-    assert share.is_cut(linear("q").view)
-    assert not share.is_cut(linear("k").view)
-    assert not share.is_cut(weight.view), "experts are cut between, not through"
-
-
-# ---- the files
-
-
-def test_every_rank_has_files_of_its_own() -> None:
-    planned = [num_bytes(f"t{i}", 100) for i in range(12)]
-    owners = {f"t{i}": (2, 0, 2, 5)[i % 4] for i in range(12)}
-    shards = lay_out(planned, 470, owners)
-    assert [(s.owner, [t.name for t in s.tensors]) for s in shards] == [
-        (0, ["t1", "t5"]), (0, ["t9"]),
-        (2, ["t0", "t2"]), (2, ["t4", "t6"]), (2, ["t8", "t10"]),
-        (5, ["t3", "t7"]), (5, ["t11"]),
-    ]  # fmt: skip
-    assert [s.file for s in shards] == [f"model-{number:05d}-of-00007.safetensors" for number in range(1, 8)]
-    assert index_json(shards)["weight_map"]["t11"] == "model-00007-of-00007.safetensors"
-
-
-def test_one_owner_is_laid_out_as_without_owners() -> None:
-    planned = [num_bytes(f"t{i}", 100) for i in range(12)]
-    for size in (470, 10**6):
-        alone, named = lay_out(planned, size), lay_out(planned, size, dict.fromkeys((t.name for t in planned), 3))
-        assert [(s.file, s.header, s.offsets, s.num_bytes) for s in named] == [
-            (s.file, s.header, s.offsets, s.num_bytes) for s in alone
-        ]
-        assert {s.owner for s in named} == {3}
-        assert {s.owner for s in alone} == {0}
-    assert [s.file for s in alone] == ["model.safetensors"]
-
-
-def test_two_small_ranks_are_two_files() -> None:
-    shards = lay_out([num_bytes("a", 1), num_bytes("b", 1)], 10**6, {"a": 1, "b": 0})
-    assert [(s.file, s.owner) for s in shards] == [
-        ("model-00001-of-00002.safetensors", 0), ("model-00002-of-00002.safetensors", 1),
-    ]  # fmt: skip
-    assert lay_out([], 10**6, {}) == ()
+    for name, module in planned.module_of.items():
+        assert owners[name] == next(
+            o.share.rank for o in outputs if module in written_modules(found.by_module[module], o)
+        )

@@ -17,6 +17,7 @@ from hf_ptq.checkpoint.writer import ShardWriter
 from hf_ptq.errors import RunError
 from hf_ptq.export import verify as module
 from hf_ptq.export.config_files import LayerAlgo, exported_config, quantization_config, write_json
+from hf_ptq.export.layouts import LAYOUTS, Contents
 from hf_ptq.export.verify import Expectation, verify_export
 from hf_ptq.report import Report
 
@@ -43,6 +44,11 @@ class Export:
         except RunError as error:
             return [str(problem) for problem in error.problems]
         return []
+
+    def contain(self, **changes) -> None:
+        """Expect other contents."""
+        contents = dataclasses.replace(self.expectation.contents, **changes)
+        self.expectation = dataclasses.replace(self.expectation, contents=contents)
 
     def overwrite(self, name: str, data: bytes, at: int = 0) -> None:
         """Damage the bytes of one tensor."""
@@ -80,7 +86,10 @@ def make(directory: Path, max_shard_bytes: int = 20_000, layers: dict[str, Layer
     (directory / "sub").mkdir()
     (directory / "sub/code.py").write_text("x")
     scales = [name for name in tensors if "scale" in name]
-    expectation = Expectation(config, nested, QUANTIZED, REST, scales, [Path("sub/code.py")])
+    schemes = dict.fromkeys(QUANTIZED, ("nvfp4", "nvfp4"))
+    files = {"config.json": config, "hf_quant_config.json": nested}
+    contents = Contents(schemes, REST)
+    expectation = Expectation(files, LAYOUTS["modelopt"], contents, scales, [Path("sub/code.py")])
     return Export(directory, tensors, shards, checksums, expectation, Report(Console(quiet=True)))
 
 
@@ -201,26 +210,27 @@ def test_a_config_that_was_changed_on_the_way(export):
 
 def test_config_files_that_contradict_each_other_or_the_tensors(export):
     """Written as planned, but the plan was wrong."""
-    config = dict(export.expectation.config)
+    config = dict(export.expectation.files["config.json"])
     config["quantization_config"] = config["quantization_config"] | {"ignore": ["lm_head", "model.layers.1"]}
     write_json(export.directory / "config.json", config)
-    export.expectation = dataclasses.replace(export.expectation, config=config)
+    files = {**export.expectation.files, "config.json": config}
+    export.expectation = dataclasses.replace(export.expectation, files=files)
     problems = export.problems()
     assert problems[0].startswith("config.json and hf_quant_config.json differ in the excluded modules")
     assert problems[1:] == [f"{QUANTIZED[1]}: is quantized but excluded for vLLM, SGLang, TensorRT-LLM"]
 
 
 def test_a_linear_that_nobody_excludes(export):
-    export.expectation = dataclasses.replace(export.expectation, unquantized_linears=[*REST, "model.layers.0.mlp.gate"])
+    export.contain(unquantized=(*REST, "model.layers.0.mlp.gate"))
     (problem,) = export.problems()
     assert problem.startswith("model.layers.0.mlp.gate: is not quantized and not excluded for vLLM, SGLang")
 
 
 def test_mixed_precision_has_to_list_exactly_the_quantized_layers(tmp_path):
     export = make(tmp_path, layers={QUANTIZED[0]: NVFP4, QUANTIZED[1]: FP8})
-    export.expectation = dataclasses.replace(export.expectation, unquantized_linears=["not.excluded.but.not.listed"])
+    export.contain(unquantized=("not.excluded.but.not.listed",))
     assert export.problems() == []
-    export.expectation = dataclasses.replace(export.expectation, quantized=[QUANTIZED[0], "new"])
+    export.contain(schemes=dict.fromkeys([QUANTIZED[0], "new"], ("nvfp4", "nvfp4")))
     assert export.problems() == [
         f"config.json: quantized_layers and the quantized layers differ in {QUANTIZED[1]}, new",
     ]

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from hf_ptq.quantization.algorithm import AlgorithmSpec
+from hf_ptq.quantization.assignment import QuantizedWeight
+from hf_ptq.quantization.formats.ranges import Ranges
 from hf_ptq.quantization.quantizer import Quantizer
+from hf_ptq.quantization.ranges import Weights
 from hf_ptq.quantization.statistics import Statistics, StatisticSpec
 
 
@@ -13,11 +17,13 @@ from hf_ptq.quantization.statistics import Statistics, StatisticSpec
 class Algorithm:
     """`statistics`: what the quantizers need; `start`: observers on; `finish`: totals -> ranges, observers off.
 
-    `finish` returns warnings and raises RunError where a range cannot be had. `plan_safe`: what it needs can be had
-    from ranks that see a part of the data and hold a part of the model, and a test has shown it.
+    `finish` returns warnings and raises RunError where a range cannot be had. `weight_ranges`: the ranges of some
+    weights, among them all members of a fused group or none, by the settings of the recipe. `plan_safe`: what it needs
+    can be had from ranks that see a part of the data and hold a part of the model, and a test has shown it.
     """
 
     statistics: Callable[[Mapping[str, Quantizer]], list[StatisticSpec]]
     start: Callable[[Mapping[str, Quantizer], Statistics], None]
     finish: Callable[[Mapping[str, Quantizer], Statistics], list[str]]
+    weight_ranges: Callable[[AlgorithmSpec, Weights], dict[QuantizedWeight, Ranges]]
     plan_safe: bool = False

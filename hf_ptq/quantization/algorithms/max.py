@@ -1,4 +1,4 @@
-"""Max calibration: the range of an activation is the largest magnitude seen.
+"""Max calibration: the range of an activation is the largest magnitude seen, that of a weight its largest.
 
     amax = max over all tokens of |x|
 
@@ -15,6 +15,7 @@ import torch
 from hf_ptq.errors import Problem, RunError
 from hf_ptq.quantization.algorithms.algorithm import Algorithm
 from hf_ptq.quantization.quantizer import Quantizer
+from hf_ptq.quantization.ranges import weight_ranges
 from hf_ptq.quantization.statistics import Statistics, StatisticSpec
 
 
@@ -75,4 +76,4 @@ def _finish(quantizers: Mapping[str, Quantizer], statistics: Statistics) -> list
     return warnings
 
 
-MAX = Algorithm(_statistics, _start, _finish, plan_safe=True)
+MAX = Algorithm(_statistics, _start, _finish, lambda _, weights: weight_ranges(weights), plan_safe=True)

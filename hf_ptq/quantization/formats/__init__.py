@@ -10,20 +10,51 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hf_ptq.quantization.formats.codec import Codec
+    import torch
+
+    from hf_ptq.quantization.formats.codec import Codec, Tensors
+    from hf_ptq.quantization.formats.description import NumberFormat
+    from hf_ptq.quantization.formats.ranges import Ranges
 
 
 @cache
 def codecs() -> dict[str, Codec]:
     """Format name -> its codec."""
-    from hf_ptq.quantization.formats import fp8, int8, nvfp4
+    from hf_ptq.quantization.formats import fp8, int4, int8, mx, nvfp4
 
     return {
         "fp8": fp8.PER_TENSOR,
         "fp8_per_channel": fp8.PER_CHANNEL,
         "fp8_per_token": fp8.PER_TOKEN,
-        "nvfp4": nvfp4.CODEC,
+        "fp8_2d": fp8.PER_TILE,
         "int8_per_channel": int8.PER_CHANNEL,
+        "int8": int8.PER_TENSOR,
+        "int8_per_token": int8.PER_TOKEN,
+        "int4_block32": int4.codec_of(32),
+        "int4_block64": int4.codec_of(64),
+        "int4_block128": int4.codec_of(128),
+        "int4_block128_fp8": int4.WITH_FP8,
+        "nvfp4": nvfp4.CODEC,
+        "nvfp4_static": nvfp4.CODEC,
+        "nvfp4_four_over_six": nvfp4.FOUR_OVER_SIX,
+        "nvfp4_block32": nvfp4.BLOCK_32,
+        "nvfp4_block32_fp8": nvfp4.BLOCK_32_FP8,
+        "mxfp4": mx.MXFP4,
+        "mxfp6": mx.MXFP6,
+        "mxfp8": mx.MXFP8,
+        "mxint8": mx.MXINT8,
         "fp8_cast": fp8.PER_TENSOR,
         "nvfp4_cast": nvfp4.CODEC,
+        "fp8_affine": fp8.PER_TENSOR,
+        "nvfp4_affine": nvfp4.CODEC,
+        "nvfp4_rotate": nvfp4.ROTATED,
     }
+
+
+def encode(number_format: NumberFormat, weight: torch.Tensor, ranges: Ranges) -> Tensors:
+    """The stored tensors of weight [..., out, in]: with the ranges of its blocks where these were chosen."""
+    codec = codecs()[number_format.name]
+    if ranges.block_amax is None:
+        return codec.encode(weight, ranges.amax)
+    assert codec.encode_blocks is not None, f"{number_format.name} takes no block ranges"
+    return codec.encode_blocks(weight, ranges.amax, ranges.block_amax)

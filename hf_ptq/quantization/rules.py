@@ -1,0 +1,251 @@
+"""Rules: what a recipe says about the tensors of a module, and which rule decides.
+
+A module has tensors that can be quantized: a linear its weight, its input and its output; attention its queries (q),
+keys (k), values (v) and probabilities (p). Rules stand in order, and the last one that speaks about a tensor decides.
+There are two kinds:
+
+    Rule            ours: patterns on names of modules. One that speaks about a linear decides its weight and its input
+                    together: a tensor that it gives no format is not quantized.
+    QuantizerRule   ModelOpt's quant_cfg entry: patterns on names of quantizers (`model.layers.0.mlp.up_proj` has
+                    `.weight_quantizer`, `.input_quantizer`, `.output_quantizer`; attention `.k_bmm_quantizer` ...).
+                    Each tensor is decided by itself. An entry with `cfg` replaces what was said before, one with only
+                    `enable` turns on or off what earlier entries said.
+
+This module knows names only, no model and no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase, translate
+from functools import lru_cache
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, field_validator, model_validator
+
+from hf_ptq.quantization.formats.description import Role, formats_for
+
+Tensor = Literal["weight", "input", "output", "q", "k", "v", "p"]
+LINEAR: tuple[Tensor, ...] = ("weight", "input", "output")
+CACHE: tuple[Tensor, ...] = ("k", "v")
+ATTENTION: tuple[Tensor, ...] = ("q", *CACHE, "p")
+ROLE_OF: dict[str, Role] = {"weight": "weight", "input": "input", "k": "kv", "v": "kv"}
+SUFFIXES: dict[Tensor, str] = {
+    **{tensor: f"{tensor}_quantizer" for tensor in LINEAR},
+    **{tensor: f"{tensor}_bmm_quantizer" for tensor in ATTENTION},
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """A module as rules see it.
+
+    `names`: in the source's words and in the model's own. `classes`: the names of its class and of that one's bases.
+    `quantizers`: ModelOpt's names of the quantizer of each tensor, where they do not follow from `names`.
+    """
+
+    names: tuple[str, ...]
+    classes: tuple[str, ...] = ()
+    quantizers: Mapping[Tensor, tuple[str, ...]] = field(default_factory=dict)
+    in_a_list: tuple[Tensor, ...] = ()  # their quantizers are children of a list, so no class of a parent fits them
+
+    def quantizers_of(self, tensor: Tensor) -> tuple[str, ...]:
+        """ModelOpt's names of the quantizer of one tensor."""
+        known = self.quantizers.get(tensor)
+        return tuple(f"{name}.{SUFFIXES[tensor]}" for name in self.names) if known is None else known
+
+
+@dataclass(frozen=True)
+class Said:
+    """What one rule says about one tensor: a format (None: the one said before), on or off.
+
+    `reason`: why the format that the rule asks for cannot be had.
+    """
+
+    rule: str
+    enable: bool
+    format: str | None = None
+    reason: str | None = None
+    mla: str = "latent"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What all rules together say about a tensor. `format` None: it stays as it is. `rule` None: none speaks."""
+
+    format: str | None = None
+    rule: str | None = None
+    reason: str | None = None
+    mla: str = "latent"  # what latent attention is calibrated on
+
+    @property
+    def asks(self) -> bool:
+        """True where the tensor is to be quantized, by a format that there is or by one that cannot be had."""
+        return self.format is not None or self.reason is not None
+
+    @property
+    def effect(self) -> tuple[str | None, ...]:
+        """What two decisions are compared by: the outcome, whichever rule led to it."""
+        return self.format, self.reason, self.mla if self.format else None
+
+
+class Rule(BaseModel):
+    """One rule of a recipe file of ours; the schema is described in recipe.py."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    pattern: tuple[str, ...]
+    parent_class: tuple[str, ...] = ()
+    weight: str | None = None
+    input: str | None = None
+    output: str | None = None
+    k: str | None = None
+    v: str | None = None
+    mla: Literal["latent", "expanded"] = "latent"
+    enable: bool = True
+    optional: bool = False
+
+    @field_validator("pattern", "parent_class", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("weight", "input", "k", "v")
+    @classmethod
+    def _known_format(cls, value: str | None, info: Any) -> str | None:
+        if value is not None:
+            known = formats_for(ROLE_OF[info.field_name])
+            if value not in known:
+                raise ValueError(f"unknown format {value!r}; formats for {info.field_name} are {', '.join(known)}")
+        return value
+
+    @field_validator("output")
+    @classmethod
+    def _no_output(cls, value: str | None) -> str | None:
+        if value is not None:
+            raise ValueError("no server reads the output of a linear quantized; for the KV cache give k and v")
+        return value
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Rule:
+        gives = [self.weight, self.input, self.k, self.v]
+        if not self.pattern:
+            raise ValueError("pattern is empty")
+        if not self.enable and any(gives):
+            raise ValueError("a rule with enable: false cannot give formats")
+        if self.enable and not any(gives):
+            raise ValueError("a rule gives a format (weight, input, k, v) or says enable: false")
+        if (self.k is None) != (self.v is None):
+            raise ValueError("k and v belong together: give both a format")
+        if self.input and not self.weight:
+            raise ValueError("input without weight: no server quantizes activations only")
+        return self
+
+    @property
+    def speaks_of(self) -> frozenset[Tensor]:
+        """The tensors that the rule decides."""
+        linear = LINEAR if not self.enable or self.weight is not None else ()
+        return frozenset((*linear, *(CACHE if self.k is not None else ())))
+
+    def says(self, tensor: Tensor, place: Place) -> Said | None:
+        """What the rule says about a tensor of a module; None where it does not speak about it."""
+        if tensor not in self.speaks_of or (self.parent_class and not set(self.parent_class) & set(place.classes)):
+            return None
+        pattern = matching(self.pattern, place.names)
+        if pattern is None:
+            return None
+        classes = [name for name in place.classes if name in self.parent_class]
+        rule = pattern + (f" in {classes[0]}" if classes else "")
+        chosen = getattr(self, tensor) if self.enable else None
+        return Said(rule, enable=chosen is not None, format=chosen, mla=self.mla)
+
+    def unmatched(self, places: Sequence[Place]) -> list[str]:
+        """The patterns that fit no module, where that is worth telling."""
+        names = [name for place in places for name in place.names]
+        return [] if self.optional else [p for p in self.pattern if not any(fnmatchcase(name, p) for name in names)]
+
+    def without_cache(self) -> Rule | None:
+        """The rule as far as it is about linears."""
+        if self.k is None:
+            return self
+        return self.model_copy(update={"k": None, "v": None}) if self.weight is not None else None
+
+
+@dataclass(frozen=True)
+class QuantizerRule:
+    """One entry of ModelOpt's quant_cfg, or several in a row that turn things off alike.
+
+    `formats`: for each tensor the name of the format that `cfg` means there; empty for an entry without `cfg`.
+    `reasons`: for the others why there is none. `optional`: it is no news if the patterns fit nothing.
+    """
+
+    pattern: tuple[str, ...]
+    enable: bool = True
+    parent_class: tuple[str, ...] = ()
+    formats: Mapping[Tensor, str] = field(default_factory=dict)
+    reasons: Mapping[Tensor, str] = field(default_factory=dict)
+    optional: bool = False
+    speaks_of: frozenset[Tensor] = frozenset((*LINEAR, *ATTENTION))
+
+    def says(self, tensor: Tensor, place: Place) -> Said | None:
+        """What the entry says about a tensor of a module; None where it does not speak about it."""
+        if tensor not in self.speaks_of or not self._fits_class(tensor, place):
+            return None
+        pattern = matching(self.pattern, place.quantizers_of(tensor))
+        if pattern is None:
+            return None
+        rule = pattern + (f" in {self.parent_class[0]}" if self.parent_class else "")
+        return Said(rule, self.enable, self.formats.get(tensor), self.reasons.get(tensor))
+
+    def _fits_class(self, tensor: Tensor, place: Place) -> bool:
+        if not self.parent_class:
+            return True
+        return tensor not in place.in_a_list and bool(set(self.parent_class) & set(place.classes))
+
+    def unmatched(self, places: Sequence[Place]) -> list[str]:
+        """The patterns that fit no quantizer, where that is worth telling."""
+        if self.optional:
+            return []
+        names = [name for place in places for tensor in self.speaks_of for name in place.quantizers_of(tensor)]
+        return [p for p in self.pattern if not any(fnmatchcase(name, p) for name in names)]
+
+    def without_cache(self) -> QuantizerRule | None:
+        """The entry as far as it is about linears."""
+        return QuantizerRule(**{**vars(self), "speaks_of": self.speaks_of.difference(ATTENTION)})
+
+
+AnyRule = Rule | QuantizerRule
+
+
+def settle(rules: Sequence[AnyRule], tensor: Tensor, place: Place) -> Decision:
+    """What the rules, read in order, come to for one tensor of a module: the last that speaks decides.
+
+    One that only says "on" leaves the format to those before it.
+    """
+    last: Said | None = None
+    for rule in reversed(rules):
+        said = rule.says(tensor, place)
+        if said is None:
+            continue
+        last = last or said
+        if not last.enable:
+            return Decision(None, last.rule)
+        if said.format is not None or said.reason is not None:
+            return Decision(said.format, last.rule, said.reason, said.mla)
+    return Decision(None, last.rule if last else None)
+
+
+def matching(patterns: tuple[str, ...], names: Iterable[str]) -> str | None:
+    """The first of the globs that fits one of the names; None where none does."""
+    names = tuple(names)
+    compiled = _compiled(patterns)
+    if not any(compiled.match(name) for name in names):  # one pass over a name for all patterns
+        return None
+    return next(p for p in patterns if any(fnmatchcase(name, p) for name in names))
+
+
+@lru_cache(maxsize=4096)
+def _compiled(patterns: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(translate, patterns)))

@@ -24,7 +24,7 @@ from hf_ptq.quantization.modules import class_names, kind_of
 from hf_ptq.quantization.numerics import BESIDE
 from hf_ptq.quantization.places import places_of, stacked_place
 from hf_ptq.quantization.recipe import Recipe
-from hf_ptq.quantization.rules import LINEAR, Decision, Place, Tensor, settle
+from hf_ptq.quantization.rules import LINEAR, Decision, Known, Place, Tensor, numbered, settle
 
 MAX_PROBLEMS = 10
 UNREAD = (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -136,11 +136,10 @@ def _decide(
 ) -> _Formats | str:
     """The formats that the rules come to, or the reason why the view is left alone. `places`: of its modules."""
     found = {tensor: settle(recipe.rules, tensor, places[0]) for tensor in LINEAR}
-    for place in places[1:]:
-        if any(settle(recipe.rules, tensor, place).effect != found[tensor].effect for tensor in LINEAR):
-            what = f"rules decide otherwise for {place.names[0]} than for {view.modules[0]}"
-            problems.append(Problem(what, "servers know all experts of a layer as one: match all of them, or none"))
-            break
+    other = _decided_otherwise(recipe, places, found)
+    if other is not None:
+        what = f"rules decide otherwise for {other.names[0]} than for {view.modules[0]}"
+        problems.append(Problem(what, "servers know all experts of a layer as one: match all of them, or none"))
     wrong = [_impossible(view, tensor, decision) for tensor, decision in found.items() if decision.reason]
     weight, inputs = found["weight"], found["input"]
     if not (weight.asks or inputs.asks or wrong):
@@ -155,6 +154,18 @@ def _decide(
         return "refused"
     name = BESIDE.get((weight.format, inputs.format or ""), weight.format)
     return _Formats(FORMATS[name], FORMATS[inputs.format] if inputs.format else None, _label(weight, inputs))
+
+
+def _decided_otherwise(recipe: Recipe, places: Sequence[Place], first: Mapping[Tensor, Decision]) -> Place | None:
+    """An expert that is not to have what the first has; None where all are alike."""
+    telling = numbered(recipe.rules)
+    said = [rule.says(tensor, places[0]) for rule in telling for tensor in LINEAR]
+    for place in places[1:] if telling else ():
+        if [rule.says(tensor, place) for rule in telling for tensor in LINEAR] == said:
+            continue
+        if any(settle(recipe.rules, tensor, place).effect != first[tensor].effect for tensor in LINEAR):
+            return place
+    return None
 
 
 def _label(weight: Decision, inputs: Decision) -> str:
@@ -335,8 +346,9 @@ def _unmatched(
     recipe: Recipe, modules: Mapping[str, nn.Module], places: Mapping[WeightView, Sequence[Place]]
 ) -> list[str]:
     """Patterns of the recipe that match no module, unless their rule is optional."""
-    every = [*(place for of_view in places.values() for place in of_view), *(Place((name,)) for name in modules)]
-    patterns = dict.fromkeys(pattern for rule in recipe.rules for pattern in rule.unmatched(every))
+    every = (*(place for of_view in places.values() for place in of_view), *(Place((name,)) for name in modules))
+    known = Known(every)
+    patterns = dict.fromkeys(pattern for rule in recipe.rules for pattern in rule.unmatched(known))
     return [f"recipe {recipe.name}: pattern {pattern!r} matches no module" for pattern in patterns]
 
 

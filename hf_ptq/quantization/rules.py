@@ -20,7 +20,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase, translate
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, field_validator, model_validator
@@ -55,6 +55,24 @@ class Place:
         """ModelOpt's names of the quantizer of one tensor."""
         known = self.quantizers.get(tensor)
         return tuple(f"{name}.{SUFFIXES[tensor]}" for name in self.names) if known is None else known
+
+
+@dataclass(frozen=True)
+class Known:
+    """All places of a model, by their names."""
+
+    places: tuple[Place, ...]
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Every name of a module."""
+        return tuple(dict.fromkeys(name for place in self.places for name in place.names))
+
+    @cached_property
+    def quantizers(self) -> tuple[str, ...]:
+        """ModelOpt's name of every quantizer."""
+        tensors = (*LINEAR, *ATTENTION)
+        return tuple(dict.fromkeys(n for place in self.places for t in tensors for n in place.quantizers_of(t)))
 
 
 @dataclass(frozen=True)
@@ -161,10 +179,9 @@ class Rule(BaseModel):
         chosen = getattr(self, tensor) if self.enable else None
         return Said(rule, enable=chosen is not None, format=chosen, mla=self.mla)
 
-    def unmatched(self, places: Sequence[Place]) -> list[str]:
+    def unmatched(self, known: Known) -> list[str]:
         """The patterns that fit no module, where that is worth telling."""
-        names = [name for place in places for name in place.names]
-        return [] if self.optional else [p for p in self.pattern if not any(fnmatchcase(name, p) for name in names)]
+        return [] if self.optional else _fitting_nothing(self.pattern, known.names)
 
     def without_cache(self) -> Rule | None:
         """The rule as far as it is about linears."""
@@ -204,12 +221,9 @@ class QuantizerRule:
             return True
         return tensor not in place.in_a_list and bool(set(self.parent_class) & set(place.classes))
 
-    def unmatched(self, places: Sequence[Place]) -> list[str]:
+    def unmatched(self, known: Known) -> list[str]:
         """The patterns that fit no quantizer, where that is worth telling."""
-        if self.optional:
-            return []
-        names = [name for place in places for tensor in self.speaks_of for name in place.quantizers_of(tensor)]
-        return [p for p in self.pattern if not any(fnmatchcase(name, p) for name in names)]
+        return [] if self.optional else _fitting_nothing(self.pattern, known.quantizers)
 
     def without_cache(self) -> QuantizerRule | None:
         """The entry as far as it is about linears."""
@@ -237,6 +251,17 @@ def settle(rules: Sequence[AnyRule], tensor: Tensor, place: Place) -> Decision:
     return Decision(None, last.rule if last else None)
 
 
+def numbered(rules: Sequence[AnyRule]) -> list[AnyRule]:
+    """The rules that can tell one expert of a layer from another: those with a part of a pattern that a number fits.
+
+    Letters fit no number and a star fits every one, so the others say to one expert what they say to all.
+    """
+    return [rule for rule in rules if any(FITS_A_NUMBER.search(pattern) for pattern in rule.pattern)]
+
+
+FITS_A_NUMBER = re.compile(r"[?\[]|(?<![A-Za-z0-9_-])\d+(?![A-Za-z0-9_])")
+
+
 def matching(patterns: tuple[str, ...], names: Iterable[str]) -> str | None:
     """The first of the globs that fits one of the names; None where none does."""
     names = tuple(names)
@@ -244,6 +269,10 @@ def matching(patterns: tuple[str, ...], names: Iterable[str]) -> str | None:
     if not any(compiled.match(name) for name in names):  # one pass over a name for all patterns
         return None
     return next(p for p in patterns if any(fnmatchcase(name, p) for name in names))
+
+
+def _fitting_nothing(patterns: tuple[str, ...], names: tuple[str, ...]) -> list[str]:
+    return [pattern for pattern in patterns if not any(map(_compiled((pattern,)).match, names))]
 
 
 @lru_cache(maxsize=4096)

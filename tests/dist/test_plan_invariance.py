@@ -7,6 +7,7 @@ quantizing a tiny model.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -147,3 +148,29 @@ def test_odd_rows_and_a_rank_whose_experts_starve(tiny, tmp_path, check_export):
         save_file({"input_ids": ids[:rows].clone()}, directory / "rows.safetensors")
         base = {"datasets": [str(directory / "rows.safetensors")], "batch_size": 1, "skip_generate": True}
         compare([tiny("qwen3_moe_starved")], plans, variants, directory, check_export, **base)
+
+
+MIXED = """
+description: NVFP4 experts, FP8 attention, the first and the last layer as they are
+rules:
+  - {pattern: "*.experts.*", weight: nvfp4, input: nvfp4}
+  - {pattern: "*.self_attn.*", weight: fp8, input: fp8}
+  - {import: default_disabled}
+  - {pattern: ["*.layers.0.*", "*.layers.-1.*"], enable: false}
+"""
+
+
+def test_a_recipe_that_mixes_layers(tiny, token_rows, tmp_path, check_export):
+    """Latent attention among them, which SGLang cannot exclude layer by layer."""
+    recipe = tmp_path / "mixed.yaml"
+    recipe.write_text(MIXED, encoding="utf-8")
+    sources = [tiny(name) for name in ("qwen3_moe", "deepseek_v3")]
+    plans = {name: MOE_PLANS[name] for name in ("ep 2", "fsdp2")}
+    variants = {"mixed": {"recipe": str(recipe), "skip_generate": True}}
+    compare(sources, plans, variants, tmp_path, check_export, datasets=[str(token_rows)])
+    for source in sources:
+        text = (export_path(tmp_path, source, "ep 2", "mixed") / "config.json").read_text(encoding="utf-8")
+        block = json.loads(text)["quantization_config"]
+        assert block["quant_algo"] == "MIXED_PRECISION"
+        assert {name.split(".")[2] for name in block["quantized_layers"]} == {"1"}
+        assert (block["ignore"] == []) == (source.name == "deepseek_v3")

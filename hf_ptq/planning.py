@@ -36,7 +36,7 @@ from hf_ptq.distributed.process_group import DistributedState
 from hf_ptq.errors import Problem, UserError, refuse_if_any
 from hf_ptq.export.config_files import LayerAlgo, quantization_config
 from hf_ptq.export.destination import check_export_path, check_room
-from hf_ptq.export.layout import kv_algo, layer_algos, unquantized_linears
+from hf_ptq.export.layout import kv_algo, layer_algos, served_name, unquantized_linears
 from hf_ptq.export.servers import EXPERT, exclude_entries, exclusion_problems, support_warnings
 from hf_ptq.export.share import share_out
 from hf_ptq.export.shared_destination import CURE, refuse_unshared_path, unseen
@@ -206,8 +206,8 @@ def plan_export(
     owners = share_out(planned, assignment, plan)
     shards = lay_out(planned, config.max_shard_bytes, owners)
     export = ExportPlan(shards, owners, algos, tuple(unquantized), flat, nested)
-    expert_algos = {algo.algo for module, algo in algos.items() if EXPERT.fullmatch(module)}
-    narrowed = support_warnings({algo.algo for algo in algos.values()}, expert_algos)
+    expert_algos = {served_name(algo) for module, algo in algos.items() if EXPERT.fullmatch(module)}
+    narrowed = support_warnings({served_name(algo) for algo in algos.values()}, expert_algos)
     for warning in (*assignment.warnings, *narrowed):
         report.warn(warning)
     _describe(recipe, assignment, kv, report)

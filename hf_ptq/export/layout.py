@@ -15,6 +15,7 @@ from hf_ptq.checkpoint.names import Placement
 from hf_ptq.checkpoint.source import Source
 from hf_ptq.errors import Problem, UserError
 from hf_ptq.export.config_files import LayerAlgo
+from hf_ptq.export.servers import ALGO_SUPPORT
 from hf_ptq.model.views import WEIGHT
 from hf_ptq.quantization.assignment import Assignment
 
@@ -70,6 +71,12 @@ def layer_algos(assignment: Assignment) -> dict[str, LayerAlgo]:
             )
         )
     return {module: ALGOS[q.scheme] for module, q in assignment.by_module.items()}
+
+
+def served_name(algo: LayerAlgo) -> str:
+    """What `servers.ALGO_SUPPORT` knows an algo by: its name, with the group size where that decides."""
+    grouped = f"{algo.algo} in groups of {algo.group_size}"
+    return grouped if grouped in ALGO_SUPPORT else algo.algo
 
 
 def kv_algo(assignment: Assignment) -> str | None:

@@ -161,6 +161,7 @@ def test_the_checker_sees_a_wrong_export(
     [
         ("int4_blockwise_weight_only", "llama_wide", "no server takes W4A16"),
         ("mxfp6", "llama_wide", "no server takes MXFP6"),
+        ("nvfp4_mlp_weight_only", "llama_wide", "no server takes W4A16_NVFP4 in groups of 32"),
         ("int8_weight_only", "llama", "W8A16 is taken by TensorRT-LLM, not by vLLM or SGLang"),
         ("fp8_per_channel_per_token", "llama", f"{PER_TOKEN} is taken by vLLM and TensorRT-LLM, not by SGLang"),
         ("fp8_per_channel_per_token", "mixtral", f"vLLM loads experts of {PER_TOKEN} as static per-tensor FP8"),

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from hf_ptq.checkpoint.names import Placement
 from hf_ptq.checkpoint.source import Source
 from hf_ptq.export.config_files import LayerAlgo
+from hf_ptq.export.servers import ALGO_SUPPORT
 from hf_ptq.model.views import WEIGHT
 from hf_ptq.quantization.assignment import Assignment
 
@@ -55,6 +56,12 @@ NO_SERVER_READS = {
     "nvfp4_rotate": "the rotation of queries and keys",
 }
 NO_LINEAR = ("embed", "norm", "conv")  # in the names of carried-over matrices that no server builds a linear for
+
+
+def served_name(algo: LayerAlgo) -> str:
+    """What `servers.ALGO_SUPPORT` knows an algo by: its name, with the group size where that decides."""
+    grouped = f"{algo.algo} in groups of {algo.group_size}"
+    return grouped if grouped in ALGO_SUPPORT else algo.algo
 
 
 def _holds_all_experts(name: str, source: Source) -> bool:

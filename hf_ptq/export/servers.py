@@ -40,6 +40,7 @@ ALGO_SUPPORT: dict[str, tuple[str, ...]] = {
     "NVFP4": SERVERS,
     "NVFP4_AWQ": (SGLANG, TRTLLM),
     "W4A16_NVFP4": SERVERS,
+    "W4A16_NVFP4 in groups of 32": (),  # the kernels of all three have groups of 16
     "MXFP8": SERVERS,
     "W4A16_AWQ": (TRTLLM,),
     "W4A8_AWQ": (TRTLLM,),

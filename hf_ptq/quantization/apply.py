@@ -22,7 +22,9 @@ from hf_ptq.model.attention import (
     use_our_attention,
 )
 from hf_ptq.model.experts import DOWN_INPUT_QUANTIZER, INPUT_QUANTIZER
+from hf_ptq.quantization.affine import AffineQuantizer
 from hf_ptq.quantization.assignment import Assignment
+from hf_ptq.quantization.formats.description import NumberFormat
 from hf_ptq.quantization.quantizer import Mode, Quantizer
 
 
@@ -71,14 +73,22 @@ def _attach_kv_quantizers(model: nn.Module, assignment: Assignment) -> dict[str,
         return quantizers
     for name, source_name in cache.layers.items():
         module = model.get_submodule(name)
-        keys = quantizers[f"{source_name}.k"] = Quantizer(f"{source_name}.k", cache.k)
+        keys = quantizers[f"{source_name}.k"] = _cache_quantizer(f"{source_name}.k", cache.k, module, "k_proj")
         if cache.mla == "latent" and is_latent(module):
             attach_latent_quantizer(module, keys)
             continue
-        values = quantizers[f"{source_name}.v"] = Quantizer(f"{source_name}.v", cache.v)
+        values = quantizers[f"{source_name}.v"] = _cache_quantizer(f"{source_name}.v", cache.v, module, "v_proj")
         module.add_module(K_QUANTIZER, keys)
         module.add_module(V_QUANTIZER, values)
     return quantizers
+
+
+def _cache_quantizer(key: str, number_format: NumberFormat, attention: nn.Module, projection: str) -> Quantizer:
+    if not number_format.has_bias:
+        return Quantizer(key, number_format)
+    linear = attention.get_submodule(projection)
+    assert isinstance(linear, nn.Linear)  # as decide_cache has seen
+    return AffineQuantizer(key, number_format, linear.out_features)
 
 
 def _quantize_input(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:

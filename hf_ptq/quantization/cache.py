@@ -69,6 +69,7 @@ def decide_cache(
         what = f"{', '.join(blind)}: no quantizer can look at its keys and values, so they cannot be calibrated"
         raise UserError(Problem(what, CURE))
     _refuse_head_size(cache, model, attention)
+    _refuse_bias(cache, attention)
     return cache, [f"previews do not round the KV cache: {name} computes attention by itself" for name in blind]
 
 
@@ -103,6 +104,16 @@ def _of_all_layers(rules: Sequence[AnyRule], places: Sequence[Place]) -> tuple[s
         what = f"the recipe quantizes {'values' if k is None else 'keys'} only, servers cache both in one format"
         raise UserError(Problem(what, "give both k and v a format"))
     return (k, v, first["k"].mla) if k is not None and v is not None else None
+
+
+def _refuse_bias(cache: QuantizedCache, attention: Mapping[str, nn.Module]) -> None:
+    """A mean of each channel is of keys and values that two linears make."""
+    if not (cache.k.has_bias or cache.v.has_bias):
+        return
+    without = sorted({type(m).__name__ for m in attention.values() if not {"k_proj", "v_proj"} <= m._modules.keys()})
+    if without:
+        what = f"{', '.join(without)}: no k_proj and v_proj, so {cache.k.name} knows no channels of keys and values"
+        raise UserError(Problem(what, CURE))
 
 
 def _refuse_head_size(cache: QuantizedCache, model: PreTrainedModel, attention: Mapping[str, nn.Module]) -> None:

@@ -121,7 +121,7 @@ class Quantizer(nn.Module):
         if self._last_seen is not None and self._last_seen() is values:
             return
         self._last_seen = weakref.ref(values)
-        low, high = values.aminmax()
+        low, high = self.codec.observed(values).aminmax()
         amax = torch.maximum(high, -low).float()
         torch.maximum(self._pending, amax.to(self._pending.device), out=self._pending)  # a NaN stays
         self._seen += 1

@@ -9,21 +9,24 @@ whatever the number of quantizers. Nothing here knows modules or process groups.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-Reduction = Literal["max", "sum"]
+Reduction = Literal["max", "sum", "highest"]
 Group = Literal["data", "expert"]
-# Reduces a flat tensor over the ranks of a group, in place.
+START: dict[Reduction, float] = {"max": 0.0, "sum": 0.0, "highest": -math.inf}
+# Reduces a flat tensor over the ranks of a group, in place, by a sum or a maximum.
 Reducer = Callable[[torch.Tensor, Reduction, Group], None]
 
 
 @dataclass(frozen=True)
 class StatisticSpec:
-    """`size` numbers under `key`. Maxima are of values that are never negative; both reductions start from zero."""
+    """`size` numbers under `key`. `max` is of values that are never negative, and starts from zero as `sum` does;
+    `highest` is of any values."""
 
     key: str
     size: int
@@ -43,10 +46,12 @@ class Statistics:
             start = sizes.get(kind, 0)
             self._places[spec.key] = kind, slice(start, start + spec.size)
             sizes[kind] = start + spec.size
-        self._pending = {kind: torch.zeros(size, device=device) for kind, size in sizes.items()}
+        self._pending = {kind: torch.full((size,), START[kind[0]], device=device) for kind, size in sizes.items()}
         # Sums in fp64: counts stay exact, in whatever order batches and ranks are added.
         self._total = {
-            kind: torch.zeros(size, device=device, dtype=torch.float64 if kind[0] == "sum" else torch.float32)
+            kind: torch.full(
+                (size,), START[kind[0]], device=device, dtype=torch.float64 if kind[0] == "sum" else torch.float32
+            )
             for kind, size in sizes.items()
         }
 
@@ -64,18 +69,18 @@ class Statistics:
         """The batch has finished: fold its values into the totals. NaN survives a maximum."""
         for kind, pending in self._pending.items():
             total = self._total[kind]
-            if kind[0] == "max":
-                torch.maximum(total, pending, out=total)
-            else:
+            if kind[0] == "sum":
                 total += pending
-            pending.zero_()
+            else:
+                torch.maximum(total, pending, out=total)
+            pending.fill_(START[kind[0]])
 
     def discard(self) -> None:
         """Forget the values of the batch at hand."""
-        for pending in self._pending.values():
-            pending.zero_()
+        for kind, pending in self._pending.items():
+            pending.fill_(START[kind[0]])
 
     def reduce(self, reducer: Reducer) -> None:
         """Combine the totals of all ranks: one call of `reducer` per flat tensor."""
         for (reduction, group), total in self._total.items():
-            reducer(total, reduction, group)
+            reducer(total, "sum" if reduction == "sum" else "max", group)

@@ -123,6 +123,35 @@ def test_layouts_and_experts_that_are_one_tensor_on_the_hub(tiny, token_rows, tm
     compare(
         [tiny("qwen3_moe")], plans, separate | {"fakequant": variants["fakequant"]}, tmp_path, lambda *_: None, **base
     )
+# Formats that treat rows together (tiles, packed rows), and searches. What one process makes is checked elsewhere.
+BY_ROWS = ("fp8_2d_blockwise_weight_only", "int4_blockwise_weight_only")
+SWEEP = "nvfp4_w4a4_weight_mse_fp8_sweep"
+PLAIN_SEARCH = """rules:
+  - {pattern: "*", weight: fp8, input: fp8}
+  - {pattern: ["*mlp*", "*.o_proj"], weight: int8_per_channel}
+  - {import: default_disabled}
+algorithm: mse
+"""
+
+
+def test_formats_and_searches(tiny, token_rows, tmp_path):
+    recipe = tmp_path / "search.yaml"
+    recipe.write_text(PLAIN_SEARCH)
+    quiet = {"skip_generate": True}
+    variants = {name: {"qformat": name, **quiet} for name in ("w4a8_nvfp4_fp8", SWEEP)}
+    variants |= {name: {"qformat": name} for name in BY_ROWS}  # with previews: rounded rows are left in the model
+    variants["plain search"] = {"recipe": str(recipe), **quiet}
+    options = {"datasets": [str(token_rows)], "calib_sizes": [4]}
+    for name, plans in (("qwen3_moe_wide", ("ep 2, dense sharded",)), ("llama_wide", ("replicated", "fsdp2 over three"))):
+        wanted = {plan: (MOE_PLANS | DENSE_PLANS)[plan] for plan in plans}
+        compare([tiny(name)], wanted, variants, tmp_path, lambda *_: None, **options)
+        for variant in BY_ROWS:  # what rank 0's model says with rounded weights
+            said = {p: previews(export_path(tmp_path, tiny(name), p, variant)) for p in ("one process", *plans)}
+            assert all(texts == said["one process"] and texts["after"] for texts in said.values()), said
+
+
+def previews(export: Path) -> dict[str, str]:
+    return json.loads(Path(f"{export}-rank0.json").read_text(encoding="utf-8"))["previews"]
 
 
 @pytest.mark.demo

@@ -39,7 +39,9 @@ def export(source: Path, directory: Path, device: str, qformat: str, previews: b
     return load_file(directory / "model.safetensors")
 
 
-@pytest.mark.parametrize("qformat", ["nvfp4", "fp8", "int8_weight_only", "fp8_per_channel_per_token"])
+@pytest.mark.parametrize(
+    "qformat", ["nvfp4", "fp8", "int8_weight_only", "fp8_per_channel_per_token", "int8", "mxfp6", "mxfp8"]
+)
 @pytest.mark.parametrize("name", ["llama_tied", "qwen3_moe", "deepseek_v3"])
 def test_exports_equal_the_cpus(name: str, qformat: str, tiny: Callable[[str], Path], tmp_path: Path) -> None:
     """Weights and weight scales byte for byte; scales of activations as near as kernels of two kinds are."""

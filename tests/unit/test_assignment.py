@@ -260,6 +260,16 @@ def test_a_shape_alone_can_leave_nothing(narrow: Planned) -> None:
     assert "72 inputs are no multiple of 16" in said
 
 
+def test_an_odd_number_of_rows_is_left_alone_where_two_share_bytes(tmp_path: Path) -> None:
+    odd = planned(save_tiny("llama", tmp_path / "odd", intermediate_size=97))
+    found = give(odd, Rule(pattern=("*.mlp.*", "*.o_proj"), weight="int4_block32"))
+    why = reasons(found)
+    assert why[f"{L1}.mlp.up_proj"] == "97 outputs are no multiple of 2, as int4_block32 needs"
+    assert why[f"{L1}.mlp.down_proj"] == "97 inputs are no multiple of 32, as int4_block32 needs"
+    assert schemes(found)[f"{L1}.self_attn.o_proj"] == ("int4_block32", None)
+    assert any(w.startswith(f"{L1}.mlp.up_proj is left unquantized: 97 outputs") for w in found.warnings)
+
+
 # ---- what matches nothing
 
 

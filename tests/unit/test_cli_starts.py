@@ -63,6 +63,7 @@ def test_answers_within_a_second_and_without_torch(words, tmp_path):
 def test_list_names_presets_and_data_sets(capsys):
     assert cli.main(["--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
+    assert any(line.split(maxsplit=1) == ["int4_awq", "not built yet: AWQ is missing"] for line in lines)
     for name in (
         "fp8",
         "fp8_per_channel_per_token",

@@ -90,10 +90,20 @@ def test_the_plain_search_is_that_of_its_definition(name: str, monkeypatch: pyte
     assert torch.allclose(squares.unflatten(-1, (-1, size)).sum(-1), best, rtol=1e-5, atol=1e-12)
 
 
+def telling_blocks(*shape: int) -> torch.Tensor:
+    """Blocks of two values and an outlier, of sizes down to the smallest scales: the best scale may be far."""
+    generator = torch.Generator().manual_seed(5)
+    blocks = torch.rand(shape[0] * shape[1] // 16, 2, generator=generator) * 6
+    which = torch.randint(0, 2, (len(blocks), 16), generator=generator)
+    weight = blocks.gather(1, which)
+    weight[:, 0] = 6.0
+    return (weight * torch.exp2(-torch.rand(len(blocks), 1, generator=generator) * 20)).reshape(shape)
+
+
 @pytest.mark.parametrize("name", ["nvfp4_static", "nvfp4_four_over_six"])
 def test_the_sweep_finds_the_best_of_all_126_scales(name: str) -> None:
-    weight = torch.cat([heavy(32, 128), heavy(8, 128, seed=1) * 1e-3, heavy(8, 128, seed=2) * 2e-6])
-    q = quantized("m", name, (48, 128))
+    weight = torch.cat([heavy(32, 128), telling_blocks(480, 128)])
+    q = quantized("m", name, (512, 128))
     found = search(SWEEP, {q: weight})[q]
     scale_2 = global_scale(found.amax, 256.0 if name.endswith("six") else 448.0)
     codes = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()

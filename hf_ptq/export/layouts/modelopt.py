@@ -13,7 +13,7 @@ import torch
 
 from hf_ptq.errors import Problem
 from hf_ptq.export.config_files import MIXED, disagreements, quantization_config
-from hf_ptq.export.layout import ALGOS, KV_ALGOS, NO_SERVER_READS
+from hf_ptq.export.layout import ALGOS, KV_ALGOS, NO_SERVER_READS, served_name
 from hf_ptq.export.layouts.layout import ConfigFiles, Contents, InputTensor, Layout, Scheme, Storage, as_encoded
 from hf_ptq.export.servers import (
     EXPERT,
@@ -81,7 +81,7 @@ def _problems(contents: Contents) -> Iterator[Problem]:
 
 
 def _warnings(contents: Contents) -> list[str]:
-    algos = {module: ALGOS[scheme].algo for module, scheme in contents.schemes.items()}
+    algos = {module: served_name(ALGOS[scheme]) for module, scheme in contents.schemes.items()}
     of_experts = {algo for module, algo in algos.items() if EXPERT.fullmatch(module)}
     found = support_warnings(set(algos.values()), of_experts)
     if contents.joined:

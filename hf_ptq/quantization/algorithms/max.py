@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import torch
 
 from hf_ptq.errors import Problem, RunError
+from hf_ptq.quantization.affine import AffineQuantizer
 from hf_ptq.quantization.algorithms.algorithm import Algorithm
 from hf_ptq.quantization.quantizer import Quantizer
 from hf_ptq.quantization.ranges import weight_ranges
@@ -27,9 +28,20 @@ def _seen_key(key: str) -> str:
     return f"{key} tensors seen"
 
 
+def _sum_key(key: str) -> str:
+    return f"{key} sum"
+
+
 def _statistics(quantizers: Mapping[str, Quantizer]) -> list[StatisticSpec]:
     specs = []
     for key, quantizer in _calibrated(quantizers).items():
+        if isinstance(quantizer, AffineQuantizer):
+            specs += [
+                StatisticSpec(key, 2 * quantizer.channels, "highest"),
+                StatisticSpec(_sum_key(key), quantizer.channels + 1, "sum"),
+                StatisticSpec(_seen_key(key), 1, "sum"),
+            ]
+            continue
         size, group = (1, "data") if quantizer.num_experts is None else (quantizer.num_experts, "expert")
         specs += [StatisticSpec(key, size, "max", group), StatisticSpec(_seen_key(key), size, "sum", group)]
     return specs
@@ -38,6 +50,8 @@ def _statistics(quantizers: Mapping[str, Quantizer]) -> list[StatisticSpec]:
 def _start(quantizers: Mapping[str, Quantizer], statistics: Statistics) -> None:
     for key, quantizer in _calibrated(quantizers).items():
         quantizer.start_observing(statistics.pending(key), statistics.pending(_seen_key(key)))
+        if isinstance(quantizer, AffineQuantizer):
+            quantizer.start_summing(statistics.pending(_sum_key(key)))
 
 
 def _finish(quantizers: Mapping[str, Quantizer], statistics: Statistics) -> list[str]:
@@ -47,6 +61,8 @@ def _finish(quantizers: Mapping[str, Quantizer], statistics: Statistics) -> list
     """
     calibrated = _calibrated(quantizers)
     for key, quantizer in calibrated.items():
+        if isinstance(quantizer, AffineQuantizer):
+            quantizer.stop_summing(statistics.total(_sum_key(key)))
         quantizer.stop_observing(statistics.total(key), statistics.total(_seen_key(key)))
     if not calibrated:
         return []
@@ -55,18 +71,18 @@ def _finish(quantizers: Mapping[str, Quantizer], statistics: Statistics) -> list
     problems: list[Problem] = []
     warnings: list[str] = []
     for key, amax, count in zip(calibrated, ranges, seen, strict=True):
-        if not math.isfinite(amax):
-            problems.append(
-                Problem(
-                    f"the input of {key} held NaN or infinity during calibration",
-                    "run the model unquantized on this data, or leave this module out of the recipe",
-                )
-            )
-        elif count == 0:
+        if count == 0:
             problems.append(
                 Problem(
                     f"{key} was never called during calibration, so its input has no range",
                     "leave this module out of the recipe (enable: false)",
+                )
+            )
+        elif not math.isfinite(amax):
+            problems.append(
+                Problem(
+                    f"the input of {key} held NaN or infinity during calibration",
+                    "run the model unquantized on this data, or leave this module out of the recipe",
                 )
             )
         elif amax == 0:

@@ -123,14 +123,15 @@ def _round_blocks(weight: torch.Tensor, amax: torch.Tensor, ranges: torch.Tensor
 
 
 def _scale_sweep(amax: torch.Tensor, ranges: torch.Tensor, ceiling: float) -> Iterator[torch.Tensor]:
-    """The block ranges of E4M3 scales around each block's own, which are consecutive codes.
+    """The block ranges of E4M3 scales around each block's own, which are consecutive codes, eight an octave.
 
-    Of the 126 scales only those can have a smaller error that are above a quarter of the own one (below, clipping the
-    largest value alone costs more than rounding all 16) and below 24 times it (where all values round to zero).
+    Of the 126 scales no other can have a smaller error. Half the own scale or less: the largest value, clipped, costs
+    nine of its squared steps, and the 15 others can gain a quarter each. Twice the own scale or more: no value is above
+    three steps, and half that scale has these steps too; unless half of it is no E4M3 number, below code 16.
     """
     scale_2 = global_scale(amax, ceiling)[..., None, None]
     own = block_scale(ranges, scale_2).view(torch.uint8).int()
-    for offset in range(-17, 39):
+    for offset in range(-9, 17):
         scale = (own + offset).clamp_(1, LARGEST_CODE).to(torch.uint8).view(E4M3)
         yield scale.float() * (E2M1_MAX * scale_2)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -29,7 +30,7 @@ from hf_ptq.model.sharding import full_of, local_of
 from hf_ptq.model.units import Unit
 from hf_ptq.model.views import WEIGHT
 from hf_ptq.quantization.assignment import Assignment, QuantizedWeight
-from hf_ptq.quantization.formats import codecs
+from hf_ptq.quantization.formats import codecs, fused
 from hf_ptq.quantization.formats.codec import Codec, Tensors
 from hf_ptq.quantization.formats.description import NumberFormat
 from hf_ptq.quantization.formats.fp8 import scale_of
@@ -173,7 +174,7 @@ def _quantize_weight(
         part = slice(written.start - held.start, written.stop - held.start)
         if not keep_rounded:
             tensor, amax, part = tensor[part], amax[part], slice(None)
-    encoded, signal, noise = _encode(codecs()[weight.weight.name], tensor, amax, keep_rounded)
+    encoded, signal, noise = _encode(weight.weight.name, tensor, amax, keep_rounded)
     if not modules:
         return []
     for local, stored in encoded.items():
@@ -190,7 +191,7 @@ def _round_rows(weight: QuantizedWeight, parameter: torch.Tensor, amax: torch.Te
     rows = share.held[weight.view.parameter]
     if rows:
         _encode(
-            codecs()[weight.weight.name],
+            weight.weight.name,
             local_of(parameter),
             amax[rows.start : rows.stop] if amax.dim() else amax,
             True,
@@ -216,12 +217,20 @@ def _amax(tensor: torch.Tensor, number_format: NumberFormat) -> torch.Tensor:
 
 
 def _encode(
-    codec: Codec, tensor: torch.Tensor, amax: torch.Tensor, keep_rounded: bool
+    name: str, tensor: torch.Tensor, amax: torch.Tensor, keep_rounded: bool
 ) -> tuple[Tensors, torch.Tensor, torch.Tensor]:
     """(stored tensors, sum of w^2, sum of (decoded - w)^2); the sums are fp64, one per matrix."""
+    layout = codecs()[name].layout(tuple(tensor.shape))
+    stored = {local: torch.empty(shape, dtype=dtype, device=tensor.device) for local, (dtype, shape) in layout.items()}
+    encode = fused(name, tensor) or partial(_encode_by_parts, codecs()[name])
+    return stored, *encode(tensor, amax, stored, keep_rounded)
+
+
+def _encode_by_parts(
+    codec: Codec, tensor: torch.Tensor, amax: torch.Tensor, stored: Tensors, keep_rounded: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `Fused` says, by the codec's own functions."""
     device = tensor.device
-    layout = codec.layout(tuple(tensor.shape))
-    encoded = {local: torch.empty(shape, dtype=dtype, device=device) for local, (dtype, shape) in layout.items()}
     matrices = tensor.shape[0] if tensor.dim() == 3 else 1
     signal = torch.zeros(matrices, dtype=torch.float64, device=device)
     noise = torch.zeros_like(signal)
@@ -229,7 +238,7 @@ def _encode(
         part = tensor[index]
         tensors = codec.encode(part, amax[index[: amax.dim()]])
         for local, values in tensors.items():
-            whole = encoded[local]
+            whole = stored[local]
             whole[index[: whole.dim()]] = values
         decoded = codec.decode(tensors)
         where = index[0] if tensor.dim() == 3 else slice(None)
@@ -238,7 +247,7 @@ def _encode(
         noise[where] += (decoded - exact).square_().sum((-1, -2)).double()
         if keep_rounded:
             part.copy_(decoded)
-    return encoded, signal, noise
+    return signal, noise
 
 
 def _parts(shape: tuple[int, ...], elements: int) -> Iterator[Index]:

@@ -3,14 +3,15 @@
     PYTHONPATH=. python tests/benchmark/bench_encode.py [--gb 10] [--formats fp8 nvfp4] [--num_warps 4] [--tile_rows 8]
 
 GB/s count the bytes that must be read and written: a copy reads and writes the weight; an encode reads the weight and
-writes its stored tensors, and with the rounded weight left in place, writes the weight as well. Rows of the table:
+writes its stored tensors; where the rounded weight is left in place, it writes the weight as well. What is timed:
 
-    amax        the range of every matrix or row, one pass that reads the weight
-    encode      the exporter's step without keep_rounded: encode, decode, error sums
-    encode+keep the same with the rounded weight left in the model
+    amax    the range of every matrix or row: one pass that reads the weight
+    encode  by torch: the codec's `encode`, in the exporter's parts. By the kernel: what it does at least, which is
+            decoding and the sums of w^2 and (decoded - w)^2 too
+    step    the exporter's whole step: encode, decode, sums, and the rounded weight left in the model
 
-once by the kernel, where there is one, and once by torch alone. `of copy`: the GB/s as a share of the plain copy's.
-Torch is timed on a part of the experts, since its time is proportional; the kernel on all.
+`of copy`: the GB/s as a share of the plain copy's. Torch is timed on a part of the experts, 2 GB of weights, since its
+time is proportional; a kernel on all.
 """
 
 from __future__ import annotations
@@ -58,19 +59,47 @@ def stored_bytes(name: str, shape: tuple[int, ...]) -> int:
     return sum(num_bytes(torch.empty(s, dtype=d, device="meta")) for d, s in layout.values())
 
 
-def measure(name: str, weight: torch.Tensor, copy: float, path: str, repeats: int) -> None:
-    """Print the table's rows for one format."""
+def encode_parts(name: str, weight: torch.Tensor, amax: torch.Tensor) -> None:
+    """The codec's encode alone, part by part as the exporter does it."""
+    codec = formats.codecs()[name]
+    layout = codec.layout(tuple(weight.shape))
+    stored = {local: torch.empty(shape, dtype=dtype, device=weight.device) for local, (dtype, shape) in layout.items()}
+    for index in tensors._parts(tuple(weight.shape), tensors.PART_ELEMENTS):
+        for local, values in codec.encode(weight[index], amax[index[: amax.dim()]]).items():
+            stored[local][index[: stored[local].dim()]] = values
+
+
+def measure(name: str, weight: torch.Tensor, copy: float, path: str, repeats: int) -> dict[str, str]:
+    """Time one format's encode and step; prints both, returns the shares of the copy's GB/s as cells of a table."""
     amax = tensors._amax(weight, FORMATS[name])
-    stored = stored_bytes(name, tuple(weight.shape))
-    for keep in (False, True):
-        seconds = seconds_of(lambda keep=keep: tensors._encode(name, weight, amax, keep), repeats)
-        show(name, f"encode{'+keep' if keep else ''} {path}", seconds, num_bytes(weight) * (1 + keep) + stored, copy)
+    moved = num_bytes(weight) + stored_bytes(name, tuple(weight.shape))
+    works = {
+        "encode": lambda: tensors._encode(name, weight, amax, False),
+        "step": lambda: tensors._encode(name, weight, amax, True),
+    }
+    if path == "torch":
+        works["encode"] = lambda: encode_parts(name, weight, amax)
+    cells = {}
+    for what, work in works.items():
+        size = moved + num_bytes(weight) * (what == "step")
+        rate = show(name, f"{what}, {path}", seconds_of(work, repeats), size, copy)
+        cells[f"{what}, {path}"] = f"{rate / 1e9:.0f} ({rate / copy:.2f})"
+    return cells
 
 
-def show(name: str, what: str, seconds: float, moved: int, copy: float) -> None:
+def show(name: str, what: str, seconds: float, moved: int, copy: float) -> float:
+    """Print one measurement; returns bytes per second."""
     rate = moved / seconds
-    line = f"{name:18} {what:22} {moved / 1e9:7.2f} GB {seconds * 1e3:9.2f} ms {rate / 1e9:9.1f} GB/s"
+    line = f"{name:18} {what:16} {moved / 1e9:7.2f} GB {seconds * 1e3:9.2f} ms {rate / 1e9:9.1f} GB/s"
     print(f"{line} {rate / copy:8.3f} of copy", flush=True)
+    return rate
+
+
+def print_table(rows: dict[str, dict[str, str]]) -> None:
+    columns = [f"{what}, {path}" for path in ("kernel", "torch") for what in ("encode", "step")]
+    print("\n| GB/s (share of a copy) | " + " | ".join(columns) + " |\n|" + " --- |" * (len(columns) + 1))
+    for name, cells in rows.items():
+        print(f"| {name} | " + " | ".join(cells.get(column, "") for column in columns) + " |")
 
 
 def set_kernel(num_warps: int | None, tile_rows: int | None) -> None:
@@ -109,15 +138,15 @@ def main() -> None:
     for shared in ("nvfp4", "fp8_per_channel"):
         each = seconds_of(lambda shared=shared: tensors._amax(weight, FORMATS[shared]), args.repeats)
         show("amax", "by row" if shared == "fp8_per_channel" else "by matrix", each, num_bytes(weight), copy)
-    kernel_of = tensors.fused
+    kernel_of, rows = tensors.fused, {}
     with torch.no_grad():
         for name in args.formats:
-            if kernel_of(name, weight) is not None:
-                measure(name, weight, copy, "kernel", args.repeats)
+            rows[name] = measure(name, weight, copy, "kernel", args.repeats) if kernel_of(name, weight) else {}
             if not args.no_torch:
                 tensors.fused = lambda *_: None
-                measure(name, part, copy, "torch", 3)
+                rows[name] |= measure(name, part, copy, "torch", 3)
                 tensors.fused = kernel_of
+    print_table(rows)
     print(f"{time.perf_counter() - began:.0f} s in all")
 
 

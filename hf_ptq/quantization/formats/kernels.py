@@ -59,9 +59,8 @@ FIRST_CAPABILITY = (8, 9)
 def _tile(shape: tl.tuple, per: tl.constexpr) -> tl.tuple:
     """Rows [rows, 1] and columns [1, columns] of this tile where `per` inputs share an entry; what of it is inside."""
     rows, columns = shape
-    across = tl.cdiv(columns, TILE_COLUMNS)
-    row = tl.program_id(0) // across * TILE_ROWS + tl.arange(0, TILE_ROWS)[:, None]
-    column = tl.program_id(0) % across * (TILE_COLUMNS // per) + tl.arange(0, TILE_COLUMNS // per)[None, :]
+    row = tl.program_id(1) * TILE_ROWS + tl.arange(0, TILE_ROWS)[:, None]
+    column = tl.program_id(0) * (TILE_COLUMNS // per) + tl.arange(0, TILE_COLUMNS // per)[None, :]
     return row, column, (row < rows) & (column < columns // per)
 
 
@@ -70,7 +69,8 @@ def _in_weight(shape: tl.tuple, strides: tl.tuple) -> tl.tuple:
     """Where this tile lies in the weight, which may be a view, and what of it is inside."""
     of_matrix, of_row, of_column = strides
     row, column, inside = _tile(shape, 1)
-    return tl.program_id(1).to(tl.int64) * of_matrix + row.to(tl.int64) * of_row + column * of_column, inside
+    place = tl.program_id(2).to(tl.int64) * of_matrix + row.to(tl.int64) * of_row + column.to(tl.int64) * of_column
+    return place, inside
 
 
 @triton.jit
@@ -78,16 +78,17 @@ def _in_stored(shape: tl.tuple, per: tl.constexpr) -> tl.tuple:
     """Where the tile's entries lie in a contiguous tensor [..., out, in / per], and which are inside."""
     rows, columns = shape
     row, column, inside = _tile(shape, per)
-    return (tl.program_id(1).to(tl.int64) * rows + row) * (columns // per) + column, inside
+    return (tl.program_id(2).to(tl.int64) * rows + row) * (columns // per) + column, inside
 
 
 @triton.jit
 def _store_sums(sums: tl.tensor, exact: tl.tensor, decoded: tl.tensor) -> None:
     """Sums of w^2 and (decoded - w)^2 of this tile, into sums [2, matrices, tiles]."""
     error = decoded - exact
-    place = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    tiles = tl.num_programs(0) * tl.num_programs(1)
+    place = tl.program_id(2) * tiles + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     tl.store(sums + place, tl.sum(exact * exact))
-    tl.store(sums + tl.num_programs(0) * tl.num_programs(1) + place, tl.sum(error * error))
+    tl.store(sums + tl.num_programs(2) * tiles + place, tl.sum(error * error))
 
 
 @triton.jit
@@ -124,10 +125,10 @@ def _fp8_kernel(
     if by_row:
         rows, _ = shape
         row, _, _ = _tile(shape, 1)
-        scale = tl.load(scales + tl.program_id(1).to(tl.int64) * rows + row, mask=row < rows, other=1.0)
+        scale = tl.load(scales + tl.program_id(2).to(tl.int64) * rows + row, mask=row < rows, other=1.0)
         least, most = tl.min(scale), tl.max(scale)
     else:
-        scale = tl.load(scales + tl.program_id(1))
+        scale = tl.load(scales + tl.program_id(2))
         least, most = scale, scale
     size = _quotient(tl.abs(exact), scale, (least >= SMALLEST_DIVISOR) & (most <= LARGEST_DIVISOR))
     sign = exact.to(tl.int32, bitcast=True) & SIGN
@@ -172,7 +173,7 @@ def _nvfp4_kernel(
     place, inside = _in_weight(shape, strides)
     exact = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
     blocks = tl.reshape(exact, (TILE_ROWS, TILE_COLUMNS // BLOCK, BLOCK))
-    scale_2 = tl.load(scales_2 + tl.program_id(1))
+    scale_2 = tl.load(scales_2 + tl.program_id(2))
     amax = tl.max(tl.abs(blocks), 2)
     # With scales by at most 1, no quotient underflows to a zero, which has no sign.
     is_moderate = (scale_2 >= SMALLEST_DIVISOR / SMALLEST_SCALE) & (scale_2 <= 1 / E4M3_MAX)
@@ -203,11 +204,11 @@ def _launch(
     rows, columns = weight.shape[-2:]
     is_stacked = weight.dim() == 3
     matrices = weight.shape[0] if is_stacked else 1
-    tiles = -(-rows // TILE_ROWS.value) * -(-columns // TILE_COLUMNS.value)
-    sums = torch.empty((2, matrices, tiles), dtype=torch.float32, device=weight.device)
+    across, down = -(-columns // TILE_COLUMNS.value), -(-rows // TILE_ROWS.value)
+    sums = torch.empty((2, matrices, across * down), dtype=torch.float32, device=weight.device)
     strides = (weight.stride(0) if is_stacked else 0, *weight.stride()[-2:])
     with torch.cuda.device(weight.device):
-        kernel[(tiles, matrices)](weight, stored, sums, (rows, columns), strides, *switches, **OPTIONS)
+        kernel[(across, down, matrices)](weight, stored, sums, (rows, columns), strides, *switches, **OPTIONS)
     signal, noise = sums.sum(-1, dtype=torch.float64)
     return signal, noise
 

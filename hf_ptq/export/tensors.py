@@ -4,7 +4,8 @@ Every tensor of the source is written under its own name. A linear that is quant
 format, made from the weight in memory; everything else is the source's bytes, copied from file to file. What will be
 written is planned before any weight exists (`plan_tensors`). Weights are encoded part by part, so that temporaries
 stay small, or by a kernel, which has none; the error made is measured in the same pass, and the rounded weight can be
-left in the model's place, so that a preview computes with exactly what is on disk. Weight ranges never depend on calibration data.
+left in the model's place, so that a preview computes with exactly what is on disk. Weight ranges never depend on
+calibration data.
 
 Over several ranks each encodes and writes its share (share.py). Experts are encoded where they are. A dense weight that
 is spread over the ranks is gathered with its unit, since its range is that of the whole fused group, and its rounded

@@ -3,9 +3,9 @@
 Every tensor of the source is written under its own name. A linear that is quantized becomes the tensors of its
 format, made from the weight in memory and stored as the output layout has them; everything else is the source's bytes,
 copied from file to file. What will be written is planned before any weight exists (planned.py). Weights are encoded
-part by part, so that temporaries stay small; the error made is measured in the same pass, and the rounded weight can
-be left in the model's place, so that a preview computes with exactly what is on disk. Weight ranges never depend on
-calibration data.
+part by part, so that temporaries stay small, or by a kernel, which has none; the error made is measured in the same
+pass, and the rounded weight can be left in the model's place, so that a preview computes with exactly what is on disk.
+Weight ranges never depend on calibration data.
 
 Over several ranks each encodes and writes its share (share.py). Experts are encoded where they are. A dense weight that
 is spread over the ranks is gathered with its unit, since its range is that of the whole fused group, and its rounded
@@ -38,7 +38,7 @@ from hf_ptq.export.share import Share
 from hf_ptq.model.sharding import full_of, local_of
 from hf_ptq.model.units import Unit
 from hf_ptq.quantization.assignment import Assignment, QuantizedWeight
-from hf_ptq.quantization.formats import codecs, encode
+from hf_ptq.quantization.formats import codecs, encode, fused
 from hf_ptq.quantization.formats.codec import Layout as StoredShapes
 from hf_ptq.quantization.formats.codec import Tensors
 from hf_ptq.quantization.formats.description import NumberFormat
@@ -210,9 +210,24 @@ def _encode(
 
     `rounded_to`: the dtype in which the decoded weight itself is stored.
     """
+    layout = codecs()[number_format.name].layout(tuple(tensor.shape))
+    stored = {local: torch.empty(size, dtype=dtype, device=tensor.device) for local, (dtype, size) in layout.items()}
+    kernel = fused(number_format.name, tensor) if ranges.block_amax is None and rounded_to is None else None
+    if kernel is not None:
+        return stored, *kernel(tensor, ranges.amax, stored, keep_rounded)
+    return stored, *_encode_by_parts(number_format, tensor, ranges, stored, keep_rounded, rounded_to)
+
+
+def _encode_by_parts(
+    number_format: NumberFormat,
+    tensor: torch.Tensor,
+    ranges: Ranges,
+    stored: Tensors,
+    keep_rounded: bool,
+    rounded_to: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `codec.Fused` says, by the codec's own functions."""
     codec, device, shape = codecs()[number_format.name], tensor.device, tuple(tensor.shape)
-    layout = codec.layout(shape)
-    encoded = {local: torch.empty(size, dtype=dtype, device=device) for local, (dtype, size) in layout.items()}
     matrices = tensor.shape[0] if tensor.dim() == 3 else 1
     signal = torch.zeros(matrices, dtype=torch.float64, device=device)
     noise = torch.zeros_like(signal)
@@ -221,7 +236,7 @@ def _encode(
         part = tensor[index]
         tensors = encode(number_format, part, ranges.of_part(number_format, index))
         for local, values in tensors.items():
-            encoded[local][_stored_index(codec.layout, local, index, shape)] = values
+            stored[local][_stored_index(codec.layout, local, index, shape)] = values
         decoded = codec.decode(tensors)
         decoded = decoded if rounded_to is None else decoded.to(rounded_to).float()
         where = index[0] if tensor.dim() == 3 else slice(None)
@@ -230,7 +245,7 @@ def _encode(
         noise[where] += (decoded - exact).square_().sum((-1, -2)).double()
         if keep_rounded:
             part.copy_(decoded)
-    return encoded, signal, noise
+    return signal, noise
 
 
 def _stored_index(

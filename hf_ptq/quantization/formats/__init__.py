@@ -1,20 +1,24 @@
 """Number formats: `CODECS[name]` is the arithmetic of `description.FORMATS[name]`.
 
-A new format is an entry in `description.py`, a codec in a file beside it and a line in `codecs()`. This file
-imports no torch by itself (recipes are validated without it); `codecs()` does, once.
+A new format is an entry in `description.py`, a codec in a file beside it and a line in `codecs()`; a kernel for it
+(kernels.py) is a matter of speed alone. This file imports no torch by itself (recipes are validated without it);
+`codecs()` does, once, and `fused()` imports Triton where there is something to encode on a GPU.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
 
-    from hf_ptq.quantization.formats.codec import Codec, Tensors
+    from hf_ptq.quantization.formats.codec import Codec, Fused, Tensors
     from hf_ptq.quantization.formats.description import NumberFormat
     from hf_ptq.quantization.formats.ranges import Ranges
+
+SMALLEST_FUSED = 1 << 22  # elements; below, a model gains less than the seconds in which kernels are compiled
 
 
 @cache
@@ -58,3 +62,13 @@ def encode(number_format: NumberFormat, weight: torch.Tensor, ranges: Ranges) ->
         return codec.encode(weight, ranges.amax)
     assert codec.encode_blocks is not None, f"{number_format.name} takes no block ranges"
     return codec.encode_blocks(weight, ranges.amax, ranges.block_amax)
+
+
+def fused(name: str, weight: torch.Tensor) -> Fused | None:
+    """The kernel that encodes `weight` in one pass, to the same bytes as the codec; None where there is none."""
+    if weight.device.type != "cuda" or weight.numel() < SMALLEST_FUSED or find_spec("triton") is None:
+        return None
+    from hf_ptq.quantization.formats import kernels
+
+    usable = weight.dtype in kernels.DTYPES and weight.dim() in (2, 3) and kernels.run_on(weight.device)
+    return kernels.KERNELS.get(name) if usable else None

@@ -14,6 +14,10 @@ import torch
 
 Tensors = dict[str, torch.Tensor]
 Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+Fused = Callable[[torch.Tensor, torch.Tensor, Tensors, bool], tuple[torch.Tensor, torch.Tensor]]
+"""`fused(weight, amax, stored, keep_rounded)`: encode weight [..., out, in] into the tensors of `stored`, allocated as
+`layout` says, and leave decode(encode(w)) in its place where `keep_rounded`. Returns the sums of w^2 and
+(decoded - w)^2, fp64, one per matrix. The bytes are those of `encode` and `decode`."""
 
 
 def divide(values: torch.Tensor, number: float) -> torch.Tensor:

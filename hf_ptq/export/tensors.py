@@ -196,7 +196,9 @@ def _round_rows(
         together: Index = (slice(start, -(-rows.stop // step) * step),)
         together = (*together, slice(None)) if weight.view.joined else together
         _encode(weight.weight, tensor[together], ranges.of_part(weight.weight, together), True)
-        weight.view.of(local_of(parameter)).copy_(tensor[rows.start : rows.stop])
+        local = local_of(parameter)
+        here = weight.view.of(local) if weight.view.joined else local  # whole experts, or rows of one matrix
+        here.copy_(tensor[rows.start : rows.stop])
 
 
 def _encode(

@@ -206,12 +206,12 @@ def _token_bytes(model: PreTrainedModel, row_tokens: int, plan: Plan) -> int:
     experts: list[Any] = [m for m in model.modules() if takes_registry(m)]
     widths = [m.down_proj.shape[-1] for m in experts]
     choices = config.to_dict().get("num_experts_per_tok") or 1
-    hidden, inner = config.hidden_size, max(widths, default=0)
+    hidden, inner, routed = config.hidden_size, max(widths, default=0), 0
     if plan.ep_degree > 1:
         routed = 2 * (choices * (3 * hidden + 5 * inner) + min(choices, plan.ep_degree) * hidden) * size
-    else:
-        routed = choices * (5 * hidden + 5 * inner) * size if widths else 0
-    return config.hidden_size * 8 + max(projection, scores, routed)
+    elif widths:
+        routed = choices * (5 * hidden + 5 * inner) * size
+    return hidden * 8 + max(projection, scores, routed)
 
 
 def _allowed_bytes(job: Job) -> int:

@@ -18,10 +18,11 @@ It is a registered implementation of transformers' expert parallelism. It does n
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn import Module
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 
 from hf_ptq.model.experts import choice_outputs, kernel_of, weighted_sum
@@ -32,7 +33,7 @@ EXCHANGE = "hf_ptq"  # the name it is registered under
 class TokenExchange(EPImplementation):
     """The experts of one layer, reached from the tokens of all ranks of an expert-parallel group."""
 
-    def __init__(self, experts: Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
+    def __init__(self, experts: Any, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
         assert tp_mesh.size() == 1, "no two ranks share a batch"
         self.experts, self.group, self.num_ranks = experts, ep_mesh.get_group(), ep_mesh.size()
@@ -45,7 +46,7 @@ class TokenExchange(EPImplementation):
             t.requires_grad for t in (hidden_states, top_k_weights, *self.experts.parameters())
         ):
             raise NotImplementedError("the exchange of tokens has no gradient: run it under torch.no_grad()")
-        local = self.num_local_experts
+        local = self.experts.num_experts
         needed, counts = count_rows(top_k_index, local, self.num_ranks)
         from_others = torch.empty_like(counts)
         dist.all_to_all_single(from_others, counts, group=self.group)

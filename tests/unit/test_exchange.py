@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import transformers
@@ -35,7 +37,7 @@ def test_each_token_goes_once_to_each_rank_that_it_needs(tokens: int, k: int, lo
     assert back[places_of_returned(index, local)].tolist() == list(range(tokens * k))
 
 
-def one_layer(implementation: str):
+def one_layer(implementation: str) -> Any:
     class_name, options = CONFIGS["qwen3_moe"]
     model = build("qwen3_moe", getattr(transformers, class_name)(**options), torch.bfloat16)
     use_our_experts(model, implementation)

@@ -194,8 +194,9 @@ def _token_bytes(model: PreTrainedModel, row_tokens: int, plan: Plan) -> int:
 
     Two copies of the hidden state in fp32 (norms) and the larger of: the widest projection three times (gate, up,
     product); a row of attention scores per head, where the attention materialises them; the rows of the experts that
-    a token is routed to (input, both products, output before and after its weight and its way back; twice that where
-    ranks exchange rows, and one may get more than its share).
+    a token is routed to (input, both products, output before and after its weight and its way back). Where ranks
+    exchange tokens, the outputs are weighed when the other rows are gone (3 rows of a choice at a time, not 5), a token
+    is received once for each rank that it needs, and all that twice, since a rank may get more than its share.
     """
     config = model.config.get_text_config()
     size = model.dtype.itemsize
@@ -206,9 +207,12 @@ def _token_bytes(model: PreTrainedModel, row_tokens: int, plan: Plan) -> int:
     experts: list[Any] = [m for m in model.modules() if takes_registry(m)]
     widths = [m.down_proj.shape[-1] for m in experts]
     choices = config.to_dict().get("num_experts_per_tok") or 1
-    routed = choices * (5 * config.hidden_size + 5 * max(widths)) * size if widths else 0
-    routed *= 2 if plan.ep_degree > 1 else 1
-    return config.hidden_size * 8 + max(projection, scores, routed)
+    hidden, inner, routed = config.hidden_size, max(widths, default=0), 0
+    if plan.ep_degree > 1:
+        routed = 2 * (choices * (3 * hidden + 5 * inner) + min(choices, plan.ep_degree) * hidden) * size
+    elif widths:
+        routed = choices * (5 * hidden + 5 * inner) * size
+    return hidden * 8 + max(projection, scores, routed)
 
 
 def _allowed_bytes(job: Job) -> int:

@@ -37,7 +37,13 @@ LEVEL_OF = {unit: level for level, units in enumerate(LEVELS) for unit in units}
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 7
-MAY_IMPORT_TRANSFORMERS_INSIDES = ("model/build.py", "model/sharding.py", "model/experts.py", "model/attention.py")
+MAY_IMPORT_TRANSFORMERS_INSIDES = (
+    "model/build.py",
+    "model/sharding.py",
+    "model/exchange.py",
+    "model/experts.py",
+    "model/attention.py",
+)
 MAY_EXCEPT_BROADLY = ("distributed/agreement.py", "preview.py", "cli.py")
 MAY_PRINT = ("report.py", "cli.py")
 # gguf.py: the values of `tokenizer.ggml.pre` and `general.architecture`, words of that file format.

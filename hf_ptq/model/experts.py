@@ -12,11 +12,11 @@ The arithmetic is that of a mixture of experts, over rows sorted by expert:
 
 `input_quantizer` and `down_input_quantizer`, submodules of the experts module, are given the rows of both products
 and the expert of each row. There is no loop over experts and no host synchronisation, except with the loop kernel.
-Under expert parallelism (transformers' exchange by all-to-all, which `model/sharding.py` asks for) `num_experts` is the
-local number, every row that arrives is one expert's, with the weight 1 (the sender weighs what comes back), and a rank
-that received no row is given an all-zero one. A rank that has run out of data goes on in step with the others and
-sends such rows too (`no_tokens`). All-zero rows are computed like any other, but the quantizers are told that they are
-no tokens: by the rows that came in, since with biases what is inside an expert is not zero. (A NaN is not zero.)
+Under expert parallelism (`model/exchange.py`) `num_experts` is the local number and the rows are tokens of all ranks,
+with choices that are experts here and choices that are not; a rank that received no row computes an all-zero one. A
+rank that has run out of data goes on in step with the others and sends such rows too (`no_tokens`). All-zero rows are
+computed like any other, but the quantizers are told that they are no tokens: by the rows that came in, since with
+biases what is inside an expert is not zero. (A NaN is not zero.)
 
 It does not know what the quantizers do.
 """
@@ -84,6 +84,13 @@ def _zeroed(_module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     return (torch.zeros_like(arguments[0]), *arguments[1:])
 
 
+def kernel_of(module: Any) -> GroupedLinear:
+    """The kernel that an experts module was given by `use_our_experts`."""
+    name = module.config._experts_implementation
+    assert name in KERNEL_OF, f"the experts run {name!r}, which knows no quantizers"
+    return KERNEL_OF[name]
+
+
 def _registered_name(implementation: str) -> str:
     return f"hf_ptq_{implementation}"
 
@@ -118,6 +125,7 @@ def looped_linear(
 
 
 KERNELS: dict[str, GroupedLinear] = {"grouped_mm": grouped_linear, "eager": looped_linear}
+KERNEL_OF = {_registered_name(implementation): kernel for implementation, kernel in KERNELS.items()}
 
 
 # --- the forward ---------------------------------------------------------------------------------
@@ -132,15 +140,28 @@ def experts_forward(
     kernel: GroupedLinear,
 ) -> torch.Tensor:
     """What the experts of one layer add: hidden_states [tokens, hidden], choices and weights [tokens, k]."""
-    num_tokens, k = top_k_index.shape
-    is_exchanged = module._is_expert_parallel
-    experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
-    is_token = hidden_states.any(-1)[order // k] if is_exchanged else None
+    out = choice_outputs(module, hidden_states, top_k_index, kernel)
+    return weighted_sum(out, top_k_weights, hidden_states.dtype)
+
+
+def choice_outputs(
+    module: Any, hidden_states: torch.Tensor, index: torch.Tensor, kernel: GroupedLinear, num_live: int | None = None
+) -> torch.Tensor:
+    """The unweighted output of every choice, [choices, hidden], in the order of `index` [tokens, k], row by row.
+
+    Ids of `module.num_experts` are no experts here and have no output; `num_live` choices are left, all if None.
+    """
+    k, flat = index.shape[1], index.reshape(-1)
+    experts, order = torch.sort(flat, stable=True)
+    if num_live is not None:
+        experts, order = experts[:num_live].long(), order[:num_live]
+    source = order // k
+    is_token = hidden_states.any(-1)[source] if module._is_expert_parallel else None
     counts = torch.zeros(module.num_experts, dtype=torch.int64, device=experts.device)
     ends = counts.scatter_add_(0, experts, torch.ones_like(experts)).cumsum(0).to(torch.int32)
 
     first = "gate_up_proj" if module.has_gate else "up_proj"
-    rows = _quantized(module, INPUT_QUANTIZER, hidden_states, order // k, experts, is_token)
+    rows = _quantized(module, INPUT_QUANTIZER, hidden_states, source, experts, is_token)
     inner = _product(module, first, rows, ends, experts, kernel)
     inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
     inner = _quantized(module, DOWN_INPUT_QUANTIZER, inner, None, experts, is_token)
@@ -148,15 +169,20 @@ def experts_forward(
     if module.has_post_expert_norm:
         out = module.post_expert_norm(out)
 
-    # Back to (token, choice) by the inverse order; summing by reshape is deterministic, index_add is not.
-    inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(len(order), device=order.device)
-    out = out.index_select(0, inverse)
-    if is_exchanged:
-        return out.to(hidden_states.dtype)
-    out, weights = out.view(num_tokens, k, -1), top_k_weights[..., None]
+    # Back to the order of the choices by the inverse of the sort, in which only those that are left have a place.
+    place = order if num_live is None else ((flat < module.num_experts).cumsum(0) - 1)[order]
+    inverse = torch.empty_like(order).scatter_(0, place, torch.arange(len(order), device=order.device))
+    return out.index_select(0, inverse)
+
+
+def weighted_sum(outputs: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[tokens, hidden] of `dtype` from the output of every choice, [tokens * k, hidden], which it may write into.
+
+    Summing by reshape is deterministic, index_add is not.
+    """
+    out, weights = outputs.view(*weights.shape, outputs.shape[1]), weights[..., None]
     out = out.mul_(weights) if out.dtype == weights.dtype else out * weights
-    return out.sum(1).to(hidden_states.dtype)
+    return out.sum(1).to(dtype)
 
 
 def _quantized(
@@ -182,5 +208,5 @@ def _product(
     return kernel(rows.to(weight.dtype), weight, ends, bias)
 
 
-for _implementation, _kernel in KERNELS.items():
-    ALL_EXPERTS_FUNCTIONS.register(_registered_name(_implementation), partial(experts_forward, kernel=_kernel))
+for _name, _kernel in KERNEL_OF.items():
+    ALL_EXPERTS_FUNCTIONS.register(_name, partial(experts_forward, kernel=_kernel))

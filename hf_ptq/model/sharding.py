@@ -1,9 +1,9 @@
 """A model laid over the ranks: placeholders on the meta device, before anything is read.
 
-Expert parallelism and FSDP2 are transformers' own pieces (`apply_expert_parallelism`, which also installs the
-exchange of tokens, and `apply_fully_sharded_data_parallelism`), applied to the meta model on meshes that are made
-here: transformers makes none for one rank, and takes the accelerator's even where the run is on CPUs. Afterwards a
-parameter that is shared out is a DTensor, cut along its first dimension: experts of a stack, or rows.
+Expert parallelism and FSDP2 are transformers' own pieces (`apply_expert_parallelism`, which also installs our exchange
+of tokens, and `apply_fully_sharded_data_parallelism`), applied to the meta model on meshes that are made here:
+transformers makes none for one rank, and takes the accelerator's even where the run is on CPUs. Afterwards a parameter
+that is shared out is a DTensor, cut along its first dimension: experts of a stack, or rows.
 
 What of it this rank holds follows from the plan by arithmetic (`Plan.held_experts`, `Plan.held_rows`), and is held
 against the DTensor. This file knows neither files nor formats.
@@ -29,6 +29,7 @@ from transformers.distributed.utils import TransformersDeviceMesh
 from hf_ptq.distributed.plan import Facts, Plan, free_bytes
 from hf_ptq.distributed.process_group import DistributedState
 from hf_ptq.model.build import MetaModel
+from hf_ptq.model.exchange import EXCHANGE
 from hf_ptq.model.experts import takes_registry
 from hf_ptq.model.units import Unit
 
@@ -141,7 +142,7 @@ def _place(model: PreTrainedModel, plan: Plan, device_type: str) -> None:
     )
     if degree > 1:
         apply_expert_parallelism(
-            model, meshes.get_mesh("ep"), meshes.get_mesh("tp"), ep_plan, ep_implementation="all_to_all"
+            model, meshes.get_mesh("ep"), meshes.get_mesh("tp"), ep_plan, ep_implementation=EXCHANGE
         )
     if plan.dense == "fsdp":
         model.config.distributed_config = wanted  # where transformers looks for it

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from hf_ptq import driver
 from hf_ptq.data.loop import Lockstep, choose_batch_size, run_calibration
+from hf_ptq.distributed.plan import Plan
 from hf_ptq.errors import RunError
 from hf_ptq.report import Report
 
@@ -115,3 +119,12 @@ def test_batch_size_is_arithmetic() -> None:
     assert choose_batch_size(3, 512, 1 << 10, 80 << 30)[0] == 3
     assert choose_batch_size(1000, 8, 1, 80 << 30)[0] == 64
     assert choose_batch_size(10, 512, 1 << 30, 1 << 20)[0] == 1
+
+
+def test_an_exchange_of_tokens_is_reckoned(tiny: Callable[[str], Path]) -> None:
+    """Hidden size 64, experts of 32, two choices, bf16; by hand from what is held at a time."""
+    model = AutoModelForCausalLM.from_pretrained(tiny("qwen3_moe"), dtype=torch.bfloat16)
+    for degree, routed in ((1, 2 * (5 * 64 + 5 * 32) * 2), (2, 2 * (2 * (3 * 64 + 5 * 32) + 2 * 64) * 2)):
+        assert driver._token_bytes(model, 16, Plan("expert-parallel", "cpu", 0, (), 4, degree)) == 64 * 8 + routed
+    four = 2 * (2 * (3 * 64 + 5 * 32) + 2 * 64) * 2
+    assert driver._token_bytes(model, 16, Plan("expert-parallel", "cpu", 0, (), 4, 4)) == 64 * 8 + four, "two choices"

@@ -111,7 +111,7 @@ def test_preset(
     weight = FORMATS[formats_of(preset)[0]]
     unfit = [m for m in meant if sizes[f"{m}.weight"][1] % weight.input_multiple]
     if unfit and weight.input_multiple > 32:  # then members of fused groups are among them
-        with pytest.raises(UserError, match="servers fuse these|quantizes nothing"):
+        with pytest.raises(UserError, match=r"servers fuse these|quantizes nothing"):
             quantize(source, preset)
         return
     export = quantize(source, preset, report=report)

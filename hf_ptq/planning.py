@@ -255,6 +255,7 @@ def _describe(recipe: Recipe, assignment: Assignment, report: Report) -> None:
             "algo": KV_ALGOS.get((cache.k.name, cache.v.name), cache.k.name),
             "keys": cache.k.name,
             "values": cache.v.name,
+            "rule": cache.rule,
             "layers": len(cache.layers),
             "latent attention is calibrated on": cache.mla,
         },
@@ -298,7 +299,9 @@ def end_dry_run(config: RunConfig, assignment: Assignment, export: ExportPlan, r
     names, _ = choose_datasets(config.model, config.datasets, config.calib_sizes)
     data = f"calibration data: {', '.join(names)}" if assignment.needs_data else "no calibration data"
     cache = assignment.kv
-    report.say(f"KV cache: {f'keys {cache.k.name}, values {cache.v.name}' if cache else 'as it is'}; {data}")
+    report.say(
+        f"KV cache: {f'keys {cache.k.name}, values {cache.v.name} (by {cache.rule})' if cache else 'as it is'}; {data}"
+    )
     report.say(f"{config.export_path}: {export.num_bytes / 1e9:.3f} GB of weights in {len(export.shards)} files")
     report.say("dry run: nothing was loaded or written")
     return report

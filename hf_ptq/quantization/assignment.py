@@ -135,7 +135,7 @@ def _decide(
     recipe: Recipe, view: WeightView, places: Sequence[Place], owner: nn.Module, problems: list[Problem]
 ) -> _Formats | str:
     """The formats that the rules come to, or the reason why the view is left alone. `places`: of its modules."""
-    found = {tensor: settle(recipe.rules, tensor, places[0]) for tensor in LINEAR}
+    found: dict[Tensor, Decision] = {tensor: settle(recipe.rules, tensor, places[0]) for tensor in LINEAR}
     other = _decided_otherwise(recipe, places, found)
     if other is not None:
         what = f"rules decide otherwise for {other.names[0]} than for {view.modules[0]}"

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_ptq.errors import Problem, UserError
+from hf_ptq.errors import Problem, UserError, refuse_if_any
 from hf_ptq.model.attention import attention_modules, is_latent, takes_registry
 from hf_ptq.model.views import WeightView
 from hf_ptq.quantization.formats.description import FORMATS, NumberFormat
 from hf_ptq.quantization.modules import class_names
 from hf_ptq.quantization.recipe import Recipe
-from hf_ptq.quantization.rules import ATTENTION, AnyRule, Place, Tensor, settle
+from hf_ptq.quantization.rules import ATTENTION, AnyRule, Decision, Place, Tensor, settle
 
 CURE = "use --kv_cache_qformat fp8_cast or none"
 OFF = "turn it off in the recipe (enable: false); --kv_cache_qformat says what becomes of keys and values"
@@ -31,13 +31,14 @@ ANY_LAYER = "model.layers.0.self_attn"  # where a model shows no attention modul
 class QuantizedCache:
     """The formats of keys and values, and what multi-head latent attention is calibrated on.
 
-    `layers`: the model's name of each attention module -> the source's.
+    `layers`: the model's name of each attention module -> the source's. `rule`: what decided.
     """
 
     k: NumberFormat
     v: NumberFormat
     mla: str
     layers: dict[str, str]
+    rule: str = ""
 
     @property
     def needs_data(self) -> bool:
@@ -61,8 +62,9 @@ def decide_cache(
     chosen = _of_all_layers(recipe.rules, places or [Place((ANY_LAYER,))])
     if chosen is None:
         return None, []
-    k, v, mla = chosen
-    cache = QuantizedCache(FORMATS[k], FORMATS[v], mla, layers)
+    k, v = chosen
+    rule = str(k.rule) if k.rule == v.rule else f"{k.rule}, {v.rule}"
+    cache = QuantizedCache(FORMATS[str(k.format)], FORMATS[str(v.format)], k.mla, layers, rule)
     opaque = sorted({type(module).__name__ for module in attention.values() if not takes_registry(module)})
     blind = opaque or ([] if attention else [type(model).__name__])
     if blind and cache.needs_data:
@@ -80,20 +82,21 @@ def _source_names(attention: Mapping[str, nn.Module], views: Sequence[WeightView
     return {name: parents.get(name, name) for name in attention}
 
 
-def _of_all_layers(rules: Sequence[AnyRule], places: Sequence[Place]) -> tuple[str, str, str] | None:
-    """Formats of keys and values, and what latent attention is calibrated on, if the rules give every layer the same.
-
-    None where they give none.
-    """
-    found = {place.names[-1]: {tensor: settle(rules, tensor, place) for tensor in ATTENTION} for place in places}
-    layer, first = next(iter(found.items()))
-    wrong = [
-        Problem(f"{decision.rule} quantizes {WORDS[tensor]} of {layer}: {decision.reason}", OFF)
-        for tensor, decision in first.items()
+def _of_all_layers(rules: Sequence[AnyRule], places: Sequence[Place]) -> tuple[Decision, Decision] | None:
+    """What is decided for keys and for values, if the rules give every layer the same; None where they give none."""
+    found: dict[str, dict[Tensor, Decision]] = {
+        place.names[-1]: {tensor: settle(rules, tensor, place) for tensor in ATTENTION} for place in places
+    }
+    wrong = {
+        (tensor, decision.rule): Problem(
+            f"{decision.rule} quantizes {WORDS[tensor]} of {layer}: {decision.reason}", OFF
+        )
+        for layer, said in reversed(found.items())  # so that the first layer is named
+        for tensor, decision in said.items()
         if decision.reason
-    ]
-    if wrong:
-        raise UserError(*wrong)
+    }
+    refuse_if_any(wrong.values())
+    first = next(iter(found.values()))
     kinds = {layer: (said["k"].effect, said["v"].effect) for layer, said in found.items()}
     if len(set(kinds.values())) > 1:
         shown = ", ".join(f"{layer}: {k[0] or 'none'}" for layer, (k, _) in list(kinds.items())[:4])
@@ -103,7 +106,7 @@ def _of_all_layers(rules: Sequence[AnyRule], places: Sequence[Place]) -> tuple[s
     if (k is None) != (v is None):
         what = f"the recipe quantizes {'values' if k is None else 'keys'} only, servers cache both in one format"
         raise UserError(Problem(what, "give both k and v a format"))
-    return (k, v, first["k"].mla) if k is not None and v is not None else None
+    return (first["k"], first["v"]) if k is not None and v is not None else None
 
 
 def _refuse_bias(cache: QuantizedCache, attention: Mapping[str, nn.Module]) -> None:

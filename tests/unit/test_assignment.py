@@ -15,7 +15,8 @@ from hf_ptq.model.build import build_meta_model
 from hf_ptq.model.views import WeightView, weight_views
 from hf_ptq.quantization.assignment import Assignment, assign
 from hf_ptq.quantization.groups import fused_groups
-from hf_ptq.quantization.recipe import Recipe, Rule, load_recipe
+from hf_ptq.quantization.recipe import Recipe, load_recipe
+from hf_ptq.quantization.rules import Rule, numbered
 from hf_ptq.report import Report
 
 Planned = tuple[nn.Module, tuple[WeightView, ...]]
@@ -100,6 +101,24 @@ def test_a_rule_for_keys_and_values_says_nothing_about_linears(plan: Callable[[s
     assert schemes(found)[f"{L1}.mlp.up_proj"] == ("fp8", "fp8")
     assert found.kv is not None
     assert give(plan("llama"), ALL_FP8).kv is None
+
+
+def test_layers_are_counted_from_the_end_too(plan: Callable[[str], Planned]) -> None:
+    ends = Rule(pattern=("*.layers.0.*", "*.layers.-1.*"), enable=False)
+    for name in ("llama", "mixtral"):
+        layers = {m.split(".")[2] for m in schemes(give(plan(name), Rule(pattern=("*.layers.*",), weight="fp8"), ends))}
+        assert layers == {"1"}
+    found = give(plan("llama"), Rule(pattern=("*.layers.-[12].*",), weight="fp8"))
+    assert {m.split(".")[2] for m in schemes(found)} == {"1", "2"}
+    missing = give(plan("llama"), ALL_FP8, Rule(pattern=("*.layers.-4.*",), enable=False))
+    assert missing.warnings == ("recipe mine: pattern '*.layers.-4.*' matches no module",)
+
+
+def test_which_patterns_can_tell_experts_apart() -> None:
+    telling = ("*.experts.3.*", "*experts.[0-3]*", "*.?.w1", "*3", "1*", "*quantizers.0", "*.layers.1.*")
+    alike = ("*.experts.*", "*conv1d*", "*.w1", "*.layers.-1.*", "*fc1_latent*", "*", "model.mlp.up_proj")
+    rules = [Rule(pattern=pattern, enable=False) for pattern in (*telling, *alike)]
+    assert [rule.pattern[0] for rule in numbered(rules)] == list(telling)
 
 
 def test_parent_class_narrows_a_rule(plan: Callable[[str], Planned]) -> None:

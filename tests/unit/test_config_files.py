@@ -125,7 +125,7 @@ def test_mixed_precision_with_two_group_sizes_names_that_of_nvfp4():
 def test_a_table_on_request_is_mixed_precision_of_one_algorithm():
     flat, nested = quantization_config({"a": NVFP4, "b": NVFP4}, [], None, with_table=True)
     assert flat["quant_algo"] == nested["quantization"]["quant_algo"] == "MIXED_PRECISION"
-    assert flat["quantized_layers"] == {name: {"quant_algo": "NVFP4", "group_size": 16} for name in "ab"}
+    assert flat["quantized_layers"] == {key: {"quant_algo": "NVFP4", "group_size": 16} for key in "ab"}
     assert flat["config_groups"]["group_0"]["targets"] == ["a", "b"]
     assert flat["ignore"] == nested["quantization"]["exclude_modules"] == []
     assert disagreements({"quantization_config": flat}, nested) == []

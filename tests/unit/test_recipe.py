@@ -11,7 +11,7 @@ import pytest
 
 from hf_ptq.errors import UserError
 from hf_ptq.quantization.algorithm import Max
-from hf_ptq.quantization.recipe import NOT_BUILT_YET, RECIPES_DIR, Rule, list_presets, load_kv, load_recipe
+from hf_ptq.quantization.recipe import NOT_BUILT_YET, RECIPES_DIR, Rule, list_models, list_presets, load_kv, load_recipe
 
 
 def write(path: Path, *rules: str, more: str = "") -> Path:
@@ -81,6 +81,7 @@ def test_one_file_may_be_imported_twice(tmp_path: Path) -> None:
         ('{pattern: "*", weight: fp8, input: int8_per_channel}', ("input: unknown format 'int8_per_channel'",)),
         ('{pattern: "*", k: fp9, v: fp8_cast}', ("k: unknown format 'fp9'", "fp8_cast")),
         ('{pattern: "*", input: fp8}', ("input without weight",)),
+        ('{pattern: "*", weight: fp8, output: fp8}', ("output: no server reads the output of a linear quantized",)),
         ('{pattern: "*", weight: fp8, enable: false}', ("enable: false cannot give formats",)),
         ('{pattern: "*"}', ("a rule gives a format",)),
         ("{pattern: [], weight: fp8}", ("pattern is empty",)),
@@ -159,6 +160,16 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_bytes(b"\xff\xfe\x00")
     assert str(path) in refusal(path)
+
+
+def test_shipped_recipes_by_name_and_files_by_path_are_one_thing(tmp_path: Path) -> None:
+    """`--qformat` and `--recipe` take either."""
+    by_name = load_recipe("fp8")
+    assert load_recipe(str(RECIPES_DIR / "presets" / "fp8.yaml")) == by_name
+    for name, _ in list_models():
+        assert load_recipe(name) == load_recipe(str(RECIPES_DIR / "models" / f"{name}.yaml"))
+    with pytest.raises(UserError, match="nearest: minimax_m2-nvfp4"):
+        load_recipe("minimax_m3-nvfp4")
 
 
 def test_names_that_are_unknown() -> None:

@@ -25,7 +25,7 @@ from hf_ptq.distributed.agreement import least, most, reduce_over_ranks, togethe
 from hf_ptq.distributed.plan import Plan, free_bytes
 from hf_ptq.distributed.process_group import DistributedState
 from hf_ptq.export.share import Share
-from hf_ptq.export.tensors import WeightError, quantize_unit, weights_of, written_modules
+from hf_ptq.export.tensors import WeightError, copy_unit, quantize_unit, weights_of, written_modules
 from hf_ptq.model.build import MetaModel, finish_loading
 from hf_ptq.model.device_map import Offloaded, brought, by_place, dispatch, offload, places_to_fill, release
 from hf_ptq.model.experts import no_tokens, takes_registry
@@ -34,12 +34,12 @@ from hf_ptq.model.finite import refuse_nonfinite
 from hf_ptq.model.sharding import reshard, shard_model
 from hf_ptq.model.units import Unit
 from hf_ptq.model.views import weight_views
-from hf_ptq.quantization.algorithms import ALGORITHMS
 from hf_ptq.quantization.apply import attach_quantizers, not_observing
 from hf_ptq.quantization.assignment import Assignment
+from hf_ptq.quantization.calibration import begin, end
 from hf_ptq.quantization.coverage import LayerCoverage, by_layer, expert_coverage, starved_warning
 from hf_ptq.quantization.quantizer import Quantizer
-from hf_ptq.quantization.statistics import Statistics
+from hf_ptq.quantization.ranges import RangesOf, weight_ranges
 from hf_ptq.report import Report
 
 GPU_ACTIVATIONS = 3 << 30  # bytes; larger batches are no faster: the GPU is full
@@ -109,9 +109,8 @@ def attach(job: Job) -> dict[str, Quantizer]:
 def calibrate(job: Job, quantizers: Mapping[str, Quantizer], batch_size: int, report: Report) -> None:
     """Run this rank's rows through the model and give every quantizer its range, over the rows of all ranks."""
     assert job.data is not None
-    state, algorithm = job.state, ALGORITHMS[job.algorithm]
-    statistics = Statistics(algorithm.statistics(quantizers), state.device)
-    algorithm.start(quantizers, statistics)
+    state = job.state
+    statistics = begin(job.algorithm, quantizers, state.device)
     size, reason = _batch_size(job, batch_size)
     report.say(f"   batches of {size} rows ({reason})")
     report.record("batch_size", {"rows": size, "reason": reason})
@@ -124,7 +123,7 @@ def calibrate(job: Job, quantizers: Mapping[str, Quantizer], batch_size: int, re
     run_calibration(_calibrated_forward(job, quantizers), own, state.device, statistics, report, lockstep)
     together(state, "finish calibration", lambda: None)  # a late rank is waited for here, where it can be named
     statistics.reduce(lambda flat, reduction, _group: reduce_over_ranks(state, flat, reduction))
-    for warning in together(state, "take the ranges", lambda: algorithm.finish(quantizers, statistics)):
+    for warning in together(state, "take the ranges", lambda: end(job.algorithm, quantizers, statistics)):
         report.warn(warning)
     report_coverage(expert_coverage(quantizers), report)
 
@@ -153,10 +152,28 @@ def _idle(job: Job, quantizers: Mapping[str, Quantizer]) -> Iterator[None]:
         yield
 
 
+@dataclass(frozen=True)
+class FromMemory:
+    """Where a model in memory decides what is written: `ranges_of` its weights, and `write_unit`: all that is not
+    quantized in a unit."""
+
+    ranges_of: RangesOf
+    write_unit: Callable[[Unit], None]
+
+
 def quantize(
-    job: Job, share: Share, writer: ShardWriter, reader: SourceReader, keep_rounded: bool, report: Report
+    job: Job,
+    share: Share,
+    writer: ShardWriter,
+    reader: SourceReader,
+    keep_rounded: bool,
+    report: Report,
+    from_memory: FromMemory | None = None,
 ) -> list[WeightError]:
-    """Encode every unit and queue this rank's share of it for writing; see `export.tensors.quantize_unit`."""
+    """Encode every unit and queue this rank's share of it for writing; see `export.tensors.quantize_unit`.
+
+    What is not quantized are the source's bytes, and ranges those of the weights, unless it is `from_memory`.
+    """
     reshard(job.model)
     errors: list[WeightError] = []
     sizes = {q: q.view.shape[0] * q.view.shape[1] for q in job.assignment.quantized}
@@ -164,8 +181,13 @@ def quantize(
     with report.progress("quantize", sum(elements.values()), "weights") as advance:
         for unit in job.units:
             names = [q.view.parameter for q in weights_of(unit, job.assignment)]
+            if from_memory is None:
+                copy_unit(unit, job.assignment, share, writer, reader)
+            else:
+                from_memory.write_unit(unit)
             with brought(job.model, names, job.offloaded, job.state.device, keep_rounded):
-                done = quantize_unit(unit, job.model, job.assignment, share, writer, reader, keep_rounded)
+                ranges_of = weight_ranges if from_memory is None else from_memory.ranges_of
+                done = quantize_unit(unit, job.model, job.assignment, share, writer, keep_rounded, ranges_of)
             errors += done
             advance(sum(elements[error.module] for error in done))
     return errors

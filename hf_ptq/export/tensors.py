@@ -28,12 +28,14 @@ from hf_ptq.export.share import Share
 from hf_ptq.model.sharding import full_of, local_of
 from hf_ptq.model.units import Unit
 from hf_ptq.model.views import WEIGHT
+from hf_ptq.model.wrappers import parameter_of
 from hf_ptq.quantization.assignment import Assignment, QuantizedWeight
 from hf_ptq.quantization.formats import codecs
 from hf_ptq.quantization.formats.codec import Codec, Tensors
 from hf_ptq.quantization.formats.description import NumberFormat
 from hf_ptq.quantization.formats.fp8 import scale_of
 from hf_ptq.quantization.quantizer import Quantizer
+from hf_ptq.quantization.ranges import RangesOf, weight_ranges
 
 PART_ELEMENTS = 1 << 24  # elements encoded at a time: 64 MiB of fp32 per temporary,
 CPU_PART_ELEMENTS = 1 << 22  # and 16 MiB on a CPU, which has nothing to gain from more
@@ -102,6 +104,20 @@ def has_input_scale(number_format: NumberFormat | None) -> bool:
 # --- weights -----------------------------------------------------------------------------------
 
 
+def copy_unit(unit: Unit, assignment: Assignment, share: Share, writer: ShardWriter, reader: SourceReader) -> None:
+    """Queue this rank's share of what is not quantized in the unit: the source's bytes, from file to file."""
+    for name in unquantized_of(unit, assignment):
+        if share.writes(name):
+            entry = reader.source.tensors[name]
+            writer.copy(name, reader.path(entry), entry.offset)
+
+
+def unquantized_of(unit: Unit, assignment: Assignment) -> list[str]:
+    """The unit's tensors that are written as they are."""
+    quantized = {module + WEIGHT for q in weights_of(unit, assignment) for module in q.view.modules}
+    return [name for name in unit.tensors if name not in quantized]
+
+
 @torch.no_grad()
 def quantize_unit(
     unit: Unit,
@@ -109,27 +125,22 @@ def quantize_unit(
     assignment: Assignment,
     share: Share,
     writer: ShardWriter,
-    reader: SourceReader,
     keep_rounded: bool,
+    ranges_of: RangesOf = weight_ranges,
 ) -> list[WeightError]:
-    """Encode the unit's quantized weights and queue this rank's share of all tensors but the input scales for writing.
+    """Encode the unit's quantized weights and queue this rank's share of their tensors for writing.
 
-    `keep_rounded`: leave decode(encode(w)) in the model instead of w. Weights are finite (model/finite.py). Every rank
-    calls it, for the same units in the same order.
+    `keep_rounded`: leave decode(encode(w)) in the model instead of w. `ranges_of`: the ranges of some weights. Weights
+    are finite (model/finite.py). Every rank calls it, for the same units in the same order.
     """
     weights = weights_of(unit, assignment)
-    quantized = {module + WEIGHT for q in weights for module in q.view.modules}
-    for name in unit.tensors:
-        if name not in quantized and share.writes(name):
-            entry = reader.source.tensors[name]
-            writer.copy(name, reader.path(entry), entry.offset)
-    values = {q: q.view.of(_whole(model.get_parameter(q.view.parameter), q)) for q in weights}
-    ranges = _weight_ranges(values)
+    values = {q: q.view.of(_whole(parameter_of(model, q.view.parameter), q)) for q in weights}
+    ranges = ranges_of(values)
     errors: list[WeightError] = []
     for weight, tensor in values.items():
         errors += _quantize_weight(weight, tensor, ranges[weight], share, writer, keep_rounded)
         if keep_rounded and share.is_cut(weight.view):
-            _round_rows(weight, model.get_parameter(weight.view.parameter), ranges[weight], share)
+            _round_rows(weight, parameter_of(model, weight.view.parameter), ranges[weight], share)
     return errors
 
 
@@ -195,24 +206,6 @@ def _round_rows(weight: QuantizedWeight, parameter: torch.Tensor, amax: torch.Te
             amax[rows.start : rows.stop] if amax.dim() else amax,
             True,
         )
-
-
-def _weight_ranges(parameters: Mapping[QuantizedWeight, torch.Tensor]) -> dict[QuantizedWeight, torch.Tensor]:
-    """amax of each weight as its format wants it; formats with one scale per tensor take the fused group's maximum."""
-    ranges = {q: _amax(tensor, q.weight) for q, tensor in parameters.items()}
-    shared: dict[str, torch.Tensor] = {}
-    for weight, amax in ranges.items():
-        if weight.weight.is_shared:
-            most = shared.get(weight.group, amax)
-            shared[weight.group] = torch.maximum(most, amax.to(most.device))
-    return {q: shared[q.group].to(amax.device) if q.weight.is_shared else amax for q, amax in ranges.items()}
-
-
-def _amax(tensor: torch.Tensor, number_format: NumberFormat) -> torch.Tensor:
-    """max |w| over each matrix, fp32 [...], or over each row, fp32 [..., out]."""
-    rows_low, rows_high = tensor.aminmax(dim=-1)
-    rows = torch.maximum(rows_high, -rows_low).float()
-    return rows.amax(-1) if number_format.is_shared else rows
 
 
 def _encode(

@@ -18,10 +18,11 @@ from transformers import PreTrainedModel
 from hf_ptq.errors import Problem, UserError
 from hf_ptq.model.experts import takes_registry as experts_take_registry
 from hf_ptq.model.views import WeightView
+from hf_ptq.model.wrappers import named
 from hf_ptq.quantization.cache import QuantizedCache, decide_cache
 from hf_ptq.quantization.formats.description import FORMATS, NumberFormat
 from hf_ptq.quantization.groups import fused_groups
-from hf_ptq.quantization.modules import class_names, kind_of
+from hf_ptq.quantization.modules import LINEAR, class_names, kind_of
 from hf_ptq.quantization.recipe import Recipe, Rule
 
 MAX_PROBLEMS = 10
@@ -85,7 +86,7 @@ def assign(
     Raises UserError with all reasons: the recipe quantizes nothing, it splits a fused group or the experts of a
     layer, or it asks for experts that cannot be reached.
     """
-    modules = dict(model.named_modules())
+    modules = named(model)
     problems: list[Problem] = []
     decisions = {view: _decide(recipe, view, modules, problems) for view in views}
     tied = tied or {}
@@ -135,7 +136,7 @@ def _decide(
     origin = pattern + (f" in {classes[0]}" if classes else "")
     if rule.weight is None:
         return f"off by {origin}"
-    if not view.is_stacked and kind_of(owner) is None:
+    if not view.is_stacked and kind_of(owner) is not LINEAR:
         return f"{type(owner).__name__} is no kind that can be quantized"
     return _Formats(FORMATS[rule.weight], FORMATS[rule.input] if rule.input else None, origin)
 

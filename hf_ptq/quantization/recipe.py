@@ -25,15 +25,16 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from hf_ptq.errors import Problem, UserError
-from hf_ptq.quantization.formats.description import Role, formats_for
+from hf_ptq.quantization.formats.description import Role, formats_for, plain_formats_for
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -102,13 +103,14 @@ class Rule(BaseModel):
     @classmethod
     def _known_format(cls, value: str | None, info: Any) -> str | None:
         if value is not None:
-            known = formats_for(ROLE_OF_FIELD[info.field_name])
+            choices = plain_formats_for if _is_plain(info) else formats_for
+            known = choices(ROLE_OF_FIELD[info.field_name])
             if value not in known:
                 raise ValueError(f"unknown format {value!r}; formats for {info.field_name} are {', '.join(known)}")
         return value
 
     @model_validator(mode="after")
-    def _says_something(self) -> Rule:
+    def _says_something(self, info: ValidationInfo) -> Rule:
         gives = [self.weight, self.input, self.k, self.v]
         if not self.pattern:
             raise ValueError("pattern is empty")
@@ -118,14 +120,19 @@ class Rule(BaseModel):
             raise ValueError("a rule gives a format (weight, input, k, v) or says enable: false")
         if (self.k is None) != (self.v is None):
             raise ValueError("k and v belong together: give both a format")
-        if self.input and not self.weight:
+        if self.input and not self.weight and not _is_plain(info):
             raise ValueError("input without weight: no server quantizes activations only")
         return self
 
     @property
     def decides_linears(self) -> bool:
         """True where the rule decides about weight and input."""
-        return not self.enable or self.weight is not None
+        return not self.enable or self.weight is not None or self.input is not None
+
+
+def _is_plain(info: ValidationInfo) -> bool:
+    """Whether a rule is read for a model that no server is to load."""
+    return bool(info.context)
 
 
 class _File(BaseModel):
@@ -150,6 +157,12 @@ class Recipe:
     kv_cache: str | None = None
     origin: str = ""  # the file, for messages
 
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, from which `load_recipe` makes the same recipe."""
+        rules = [rule.model_dump(mode="json", exclude_defaults=True) for rule in self.rules]
+        told = {"name": self.name, "description": self.description, "algorithm": self.algorithm, "rules": rules}
+        return told if self.kv_cache is None else {**told, "kv_cache": self.kv_cache}
+
     @property
     def decides_kv(self) -> bool:
         """True where a rule gives formats to keys and values."""
@@ -164,16 +177,20 @@ class Recipe:
         return dataclasses.replace(self, rules=kept + load_kv(asked_for or self.kv_cache or DEFAULT_KV))
 
 
-def load_recipe(name_or_path: str) -> Recipe:
-    """The preset of that name, or the recipe file at that path.
+def load_recipe(recipe: str | Mapping[str, Any], is_plain: bool = False) -> Recipe:
+    """The preset of that name, the recipe file at that path, or a recipe as a mapping.
 
-    Raises `UserError` for an unknown name (nearest names given), for one that is not built yet, and for a file that
-    does not follow the schema (each wrong key or value named).
+    `is_plain`: for a model that no server is to load; rules may then give formats to inputs alone, and formats that no
+    server reads. Raises `UserError` for an unknown name (nearest names given), for one that is not built yet, and for
+    a recipe that does not follow the schema (each wrong key or value named).
     """
-    path = _find(name_or_path)
+    if not isinstance(recipe, str):
+        data = dict(recipe)
+        return _read(data, Path(str(data.pop("name", "recipe"))), is_plain)
+    path = _find(recipe)
     if path is None:
-        raise UserError(_unknown(name_or_path))
-    return _load_file(path)
+        raise UserError(_unknown(recipe))
+    return _read(_read_yaml(path), path, is_plain)
 
 
 def load_kv(name: str) -> tuple[Rule, ...]:
@@ -182,7 +199,7 @@ def load_kv(name: str) -> tuple[Rule, ...]:
         return ()
     path = RECIPES_DIR / "kv" / f"{name}.yaml"
     if path.is_file() and Path(name).name == name:
-        return _load_file(path).rules
+        return _read(_read_yaml(path), path).rules
     names = [preset for preset, _ in list_kv_presets()]
     if name in KV_NOT_BUILT_YET:
         raise UserError(Problem(f"--kv_cache_qformat {name} is not built yet", f"use one of {', '.join(names)}"))
@@ -232,11 +249,11 @@ def _unknown(name: str) -> Problem:
     return Problem(f"{name!r} is no preset (--qformat)", f"nearest: {', '.join(near or names)}; --list shows all")
 
 
-def _load_file(path: Path) -> Recipe:
-    data = _read_yaml(path)
+def _read(data: Mapping[str, Any], path: Path, is_plain: bool = False) -> Recipe:
+    """A recipe that was found at `path`."""
     problems: list[Problem] = []
     file = _validate(_File, data, str(path), problems)
-    rules = [] if file is None else _expand(file.rules, path, (path.resolve(),), problems)
+    rules = [] if file is None else _expand(file.rules, (path.resolve(),), problems, is_plain)
     if problems or file is None:
         raise UserError(*problems)
     if not rules:
@@ -246,13 +263,16 @@ def _load_file(path: Path) -> Recipe:
     return Recipe(path.stem, file.description, tuple(rules), file.algorithm, file.kv_cache, str(path))
 
 
-def _expand(items: list[dict[str, Any]], path: Path, chain: tuple[Path, ...], problems: list[Problem]) -> list[Rule]:
-    """The rules of a file, with imports replaced by the rules that they name."""
+def _expand(
+    items: list[dict[str, Any]], chain: tuple[Path, ...], problems: list[Problem], is_plain: bool
+) -> list[Rule]:
+    """The rules of a file, the last of `chain`, with imports replaced by the rules that they name."""
     rules: list[Rule] = []
+    path = chain[-1]
     for i, item in enumerate(items):
         where = f"{path}: rules[{i}]"
         if set(item) != {"import"}:
-            rule = _validate(Rule, item, where, problems)
+            rule = _validate(Rule, item, where, problems, is_plain)
             rules += [rule] if rule is not None else []
             continue
         target = _import_path(str(item["import"]), path)
@@ -262,7 +282,7 @@ def _expand(items: list[dict[str, Any]], path: Path, chain: tuple[Path, ...], pr
             problems.append(Problem(f"{where}: import {item['import']!r}: {reason}", cure))
             continue
         imported = _validate(_File, _read_yaml(target), str(target), problems)
-        rules += _expand(imported.rules if imported else [], target, (*chain, target), problems)
+        rules += _expand(imported.rules if imported else [], (*chain, target), problems, is_plain)
     return rules
 
 
@@ -283,10 +303,12 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return data
 
 
-def _validate(model: type[Model], data: Any, where: str, problems: list[Problem]) -> Model | None:
+def _validate(
+    model: type[Model], data: Any, where: str, problems: list[Problem], is_plain: bool = False
+) -> Model | None:
     """`data` as a `model`; what is wrong is appended to `problems`, one entry per key."""
     try:
-        return model.model_validate(data)
+        return model.model_validate(data, context=is_plain)
     except ValidationError as error:
         for item in error.errors():
             key = ".".join(str(part) for part in item["loc"])

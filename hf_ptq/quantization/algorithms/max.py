@@ -15,7 +15,7 @@ import torch
 from hf_ptq.errors import Problem, RunError
 from hf_ptq.quantization.algorithms.algorithm import Algorithm
 from hf_ptq.quantization.quantizer import Quantizer
-from hf_ptq.quantization.statistics import Statistics, StatisticSpec
+from hf_ptq.quantization.statistics import Group, Statistics, StatisticSpec
 
 
 def _calibrated(quantizers: Mapping[str, Quantizer]) -> dict[str, Quantizer]:
@@ -29,8 +29,12 @@ def _seen_key(key: str) -> str:
 def _statistics(quantizers: Mapping[str, Quantizer]) -> list[StatisticSpec]:
     specs = []
     for key, quantizer in _calibrated(quantizers).items():
-        size, group = (1, "data") if quantizer.num_experts is None else (quantizer.num_experts, "expert")
-        specs += [StatisticSpec(key, size, "max", group), StatisticSpec(_seen_key(key), size, "sum", group)]
+        group: Group = "data" if quantizer.num_experts is None else "expert"
+        counts = quantizer.num_experts or 1
+        specs += [
+            StatisticSpec(key, quantizer.size, "max", group),
+            StatisticSpec(_seen_key(key), counts, "sum", group),
+        ]
     return specs
 
 

@@ -23,6 +23,7 @@ def codecs() -> dict[str, Codec]:
         "fp8_per_channel": fp8.PER_CHANNEL,
         "fp8_per_token": fp8.PER_TOKEN,
         "nvfp4": nvfp4.CODEC,
+        "int8": int8.PER_TENSOR,
         "int8_per_channel": int8.PER_CHANNEL,
         "fp8_cast": fp8.PER_TENSOR,
         "nvfp4_cast": nvfp4.CODEC,

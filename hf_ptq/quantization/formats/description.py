@@ -73,6 +73,7 @@ _ALL = (
         has_global_scale=True,
         description="E2M1, E4M3 scale per 16 inputs, fp32 scale per tensor",
     ),
+    NumberFormat("int8", "int8", "tensor", ("input",), 8.0, description="INT8, one static scale per tensor"),
     NumberFormat("int8_per_channel", "int8", "channel", ("weight",), 8.0, description="INT8, one scale per output row"),
     NumberFormat(
         "fp8_cast", "e4m3", "tensor", ("kv",), 8.0, constant_amax=448.0, description="E4M3 with the constant scale 1.0"
@@ -95,3 +96,16 @@ FORMATS: dict[str, NumberFormat] = {fmt.name: fmt for fmt in _ALL}
 def formats_for(role: Role) -> list[str]:
     """Names of the formats that a recipe may give to `role`."""
     return [name for name, fmt in FORMATS.items() if role in fmt.roles]
+
+
+def plain_formats_for(role: Role) -> list[str]:
+    """Those that may be given to `role` in a model that stays in PyTorch: more than servers know.
+
+    Weights may have one INT8 scale, inputs a static scale for each channel.
+    """
+    own = formats_for(role)
+    if role == "weight":
+        return [*own, "int8"]
+    if role == "input":
+        return [*own, *(name for name, fmt in FORMATS.items() if fmt.granularity == "channel" and name not in own)]
+    return own

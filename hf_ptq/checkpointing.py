@@ -139,27 +139,15 @@ def export(
         trust_remote_code=trust_remote_code, durable=False, skip_generate=True, device=device.type,
     )  # fmt: skip
     with report.stage("plan"):
-        opened = planning.resolve(config, state, report)
-        meta = build_meta_model(opened, None, trust_remote_code)
-        together(state, "compare the model with the source", lambda: refuse_if_any(_other_model(meta, root)))
-        units = split_units(meta.model, meta.placements)
-        plan = _plan_of(root, state)
-        recipe = _recipe_now(record, root)
-        assignment, planned = together(
-            state,
-            "plan the export",
-            lambda: planning.plan_export(config, recipe, opened, meta, units, plan, report),
-        )
-        together(state, "compare the quantizers", lambda: refuse_if_any(_other_quantizers(assignment, root)))
-    meta = replace(meta, model=root)
-    job = driver.Job(opened, meta, units, assignment, recipe.algorithm, state, plan, None, None)
-    share = Share(state.rank, plan, planned.owners, _held(root, plan, state))
+        job, planned = _prepare(root, record, config, state, report)
+    share = Share(state.rank, job.plan, planned.owners, _held(root, job.plan, state))
     found = {quantizer.key: quantizer for quantizer in quantizers(model).values() if not quantizer.is_weight}
     with (
-        SourceReader(opened) as reader,
+        SourceReader(job.source) as reader,
         SharedDestination(state, config.export_path, config.overwrite, report) as destination,
     ):
-        with steps.writer_for(job, planned, destination.directory) as writer:
+        place = destination.directory
+        with steps.writer_for(job, planned, place) as writer:
             memory = _Memory(job, share, writer, reader)
             with report.stage("quantize"):
                 from_memory = driver.FromMemory(memory.ranges_of, memory.write_unit)
@@ -167,18 +155,32 @@ def export(
             with report.stage("export"):
                 steps.write_scales(job, share, found, writer, report)
                 checksums = together(state, "finish the files", lambda: writer.finish(config.durable))
-                sidecars = steps.write_files(job, planned, destination.directory, report)
-        comparable = [e for e in _samples(errors) if e.module not in memory.trained]
+                sidecars = steps.write_files(job, planned, place, report)
+        untrained = [error for error in _samples(errors) if error.module not in memory.trained]
         with report.stage("verify"):
-            written = steps.Written(comparable, checksums, sidecars)
-            steps.verify(job, planned, written, destination.directory, reader, report)
+            steps.verify(job, planned, steps.Written(untrained, checksums, sidecars), place, reader, report)
         steps.gather_warnings(state, report)
         errors = steps.gather_errors(job, errors)
-        first_decides(
-            state, "write the report", lambda: steps.finish_report(config, errors, destination.directory, report)
-        )
+        first_decides(state, "write the report", lambda: steps.finish_report(config, errors, place, report))
         destination.commit(config.durable)
     return report
+
+
+def _prepare(
+    root: PreTrainedModel, record: Record, config: RunConfig, state: DistributedState, report: Report
+) -> tuple[driver.Job, planning.ExportPlan]:
+    """Everything that can be refused, before anything is written."""
+    source = planning.resolve(config, state, report)
+    meta = build_meta_model(source, None, config.trust_remote_code)
+    together(state, "compare the model with the source", lambda: refuse_if_any(_other_model(meta, root)))
+    units = split_units(meta.model, meta.placements)
+    plan, recipe = _plan_of(root, state), _recipe_now(record, root)
+    assignment, planned = together(
+        state, "plan the export", lambda: planning.plan_export(config, recipe, source, meta, units, plan, report)
+    )
+    together(state, "compare the quantizers", lambda: refuse_if_any(_other_quantizers(assignment, root)))
+    meta = replace(meta, model=root)
+    return driver.Job(source, meta, units, assignment, recipe.algorithm, state, plan, None, None), planned
 
 
 def _silent() -> Report:

@@ -40,7 +40,7 @@ from hf_ptq.export.tensors import WeightError, unquantized_of
 from hf_ptq.library import current_state, quantizers
 from hf_ptq.model.build import MetaModel, build_meta_model, original_tensors
 from hf_ptq.model.experts import use_our_experts
-from hf_ptq.model.sharding import full_of
+from hf_ptq.model.sharding import full_of, reshard
 from hf_ptq.model.units import Unit, split_units
 from hf_ptq.model.views import WEIGHT, WeightView, weight_views
 from hf_ptq.model.wrappers import named, named_tensors, unwrapped
@@ -129,6 +129,7 @@ def export(
     if not isinstance(root, PreTrainedModel) or record.assignment is None:
         what = f"a {type(root).__name__} has no layout that servers load; it is no transformers model"
         raise UserError(Problem(what, "save it with hf_ptq.model_state and hf_ptq.quantizer_state"))
+    reshard(root)  # what FSDP2 has gathered is neither DTensors nor there to stay
     device = next(p.device for p in root.parameters())
     state, report = current_state(device), _silent()
     if state.world_size > 1 and "cpu" not in (backends := dist.get_backend_config(dist.group.WORLD)):

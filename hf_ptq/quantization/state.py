@@ -111,17 +111,18 @@ def recipe_in(state: Mapping[str, Any]) -> dict[str, Any]:
 def misfits(state: Mapping[str, Any], model: nn.Module, record: Record) -> list[Problem]:
     """Everything that a state has otherwise than a model with quantizers."""
     own, theirs = quantizers_on(model), state["quantizers"]
-    problems = [*_recipe_differences(state, record.recipe)]
+    problems: list[Problem] = []
     for name in theirs.keys() - own.keys():
         where = name.rpartition(".")[0]
         problems.append(Problem(f"the state has {name}, the model has no quantizer there", f"does it have {where}?"))
     for name in own.keys() - theirs.keys():
-        problems.append(
-            Problem(f"the model has {name}, the state knows nothing of it", "take the state from such a model")
-        )
+        what = f"the model has {name}, the state knows nothing of it"
+        problems.append(Problem(what, "take the state from such a model"))
     for name in own.keys() & theirs.keys():
         problems += _tensor_differences(name, own[name], theirs[name], state["ranges"].get(name))
-    return sorted(problems, key=str)[:MAX_PROBLEMS]
+    problems = [*_recipe_differences(state, record.recipe), *sorted(problems, key=str)]
+    more = len(problems) - MAX_PROBLEMS
+    return [*problems[:MAX_PROBLEMS], *([Problem(f"and {more} more of these")] if more > 0 else [])]
 
 
 def _recipe_differences(state: Mapping[str, Any], recipe: Recipe) -> Iterator[Problem]:

@@ -296,4 +296,4 @@ def write_kv_scales(
 
 def _range(quantizer: Quantizer) -> torch.Tensor:
     assert quantizer.amax is not None, f"{quantizer.key} was not calibrated"
-    return quantizer.amax
+    return quantizer.amax.detach()

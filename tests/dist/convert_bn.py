@@ -75,6 +75,7 @@ def main() -> None:
     parser.add_argument("--train", action="store_true")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
+    torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     with hf_ptq.distributed_run(options.device) as state:
         for order in ORDERS:

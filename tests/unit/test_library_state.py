@@ -113,7 +113,7 @@ def test_another_recipe_or_version(model):
     text = str(told.value)
     assert "the state's recipe int8 is not the model's, fp8: rules differ from number 1 on" in text
     assert "head.weight_quantizer has the format int8_per_channel in the state, fp8 in the model" in text
-    assert "and 23 more of these" in text, "of 21 formats and 22 inputs, and the recipe"
+    assert "and 44 more of these" in text, "of the recipe, 21 formats and 42 inputs"
     assert hf_ptq.quantizer_state(other)["quantizers"] == before["quantizers"]
     with pytest.raises(UserError, match="the state has version 2, this hf-ptq reads up to 1"):
         hf_ptq.restore_quantizers(resnet18(), {**state, "version": 2})

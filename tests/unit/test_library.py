@@ -350,3 +350,13 @@ def test_what_a_format_cannot_take_is_told():
         "2 is left unquantized: nvfp4 needs weights [out, in], a Conv has others",
     ]
     assert hf_ptq.summary(net) == "1 Linear: weight nvfp4"
+
+
+def test_mixed_precision_trains():
+    model, x = hf_ptq.quantize(resnet18(), INT8, loop(images())), images()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(x).float().square().mean()
+    loss.backward()
+    exact = model(x).square().mean()
+    assert float(loss.detach()) == pytest.approx(float(exact.detach()), rel=0.05)
+    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())

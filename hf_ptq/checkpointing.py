@@ -121,7 +121,9 @@ def export(
     """Write the checkpoint that servers load; returns the report, which is also in `directory`.
 
     `model`: a transformers model quantized by `quantize` or `restore_quantizers`, trained or not, wrapped or sharded by
-    FSDP2 or not; every rank calls it. `source`: the checkpoint that the model was loaded from. Raises UserError where
+    FSDP2 or not; every rank calls it. `source`: the checkpoint that the model was loaded from. Weights are encoded from
+    the parameters as they are stored: a mixed-precision policy of FSDP2 that rounds them for the forward first is not
+    followed, and a code may then be another than the one that was trained with. Raises UserError where
     the model is not that of the source, or is quantized in a way that no server loads; RunError where verification
     fails. Nothing is left behind then.
     """

@@ -38,9 +38,10 @@ from hf_ptq.quantization.algorithm import AlgorithmSpec
 from hf_ptq.quantization.algorithms import ALGORITHMS
 from hf_ptq.quantization.apply import attach_quantizers, not_observing
 from hf_ptq.quantization.assignment import Assignment
+from hf_ptq.quantization.calibration import begin, end
 from hf_ptq.quantization.coverage import LayerCoverage, by_layer, expert_coverage, starved_warning
 from hf_ptq.quantization.quantizer import Quantizer
-from hf_ptq.quantization.statistics import Statistics
+from hf_ptq.quantization.ranges import RangesOf
 from hf_ptq.report import Report
 
 GPU_ACTIVATIONS = 3 << 30  # bytes; larger batches are no faster: the GPU is full
@@ -110,9 +111,8 @@ def attach(job: Job) -> dict[str, Quantizer]:
 def calibrate(job: Job, quantizers: Mapping[str, Quantizer], batch_size: int, report: Report) -> None:
     """Run this rank's rows through the model and give every quantizer its range, over the rows of all ranks."""
     assert job.data is not None
-    state, algorithm = job.state, ALGORITHMS[job.algorithm.method]
-    statistics = Statistics(algorithm.statistics(quantizers), state.device)
-    algorithm.start(quantizers, statistics)
+    state = job.state
+    statistics = begin(job.algorithm, quantizers, state.device)
     size, reason = _batch_size(job, batch_size)
     report.say(f"   batches of {size} rows ({reason})")
     report.record("batch_size", {"rows": size, "reason": reason})
@@ -125,7 +125,7 @@ def calibrate(job: Job, quantizers: Mapping[str, Quantizer], batch_size: int, re
     run_calibration(_calibrated_forward(job, quantizers), own, state.device, statistics, report, lockstep)
     together(state, "finish calibration", lambda: None)  # a late rank is waited for here, where it can be named
     statistics.reduce(lambda flat, reduction, _group: reduce_over_ranks(state, flat, reduction))
-    for warning in together(state, "take the ranges", lambda: algorithm.finish(quantizers, statistics)):
+    for warning in together(state, "take the ranges", lambda: end(job.algorithm, quantizers, statistics)):
         report.warn(warning)
     report_coverage(expert_coverage(quantizers), report)
 
@@ -154,17 +154,41 @@ def _idle(job: Job, quantizers: Mapping[str, Quantizer]) -> Iterator[None]:
         yield
 
 
-def quantize(job: Job, output: Output, reader: SourceReader, keep_rounded: bool, report: Report) -> list[WeightError]:
-    """Encode every unit and queue this rank's share of it for writing; see `export.tensors.quantize_unit`."""
+@dataclass(frozen=True)
+class FromMemory:
+    """Where a model in memory decides what is written: `ranges_of` its weights, and `write_unit`: all that is not
+    quantized in a unit."""
+
+    ranges_of: RangesOf
+    write_unit: Callable[[Unit], None]
+
+
+def quantize(
+    job: Job,
+    output: Output,
+    reader: SourceReader,
+    keep_rounded: bool,
+    report: Report,
+    from_memory: FromMemory | None = None,
+) -> list[WeightError]:
+    """Encode every unit and queue this rank's share of it for writing; see `export.tensors.quantize_unit`.
+
+    What is not quantized are the source's bytes, and ranges those that the algorithm takes from the weights, unless it
+    is `from_memory`.
+    """
     reshard(job.model)
-    ranges_of = partial(ALGORITHMS[job.algorithm.method].weight_ranges, job.algorithm)
+    of_weights = partial(ALGORITHMS[job.algorithm.method].weight_ranges, job.algorithm)
+    ranges_of = of_weights if from_memory is None else from_memory.ranges_of
     errors: list[WeightError] = []
     sizes = {q: q.view.shape[0] * q.view.shape[1] for q in job.assignment.quantized}
     elements = {module: size for q, size in sizes.items() for module in written_modules(q, output)}
     with report.progress("quantize", sum(elements.values()), "weights") as advance:
         for unit in job.units:
-            copy_unit(unit, job.assignment, output, reader)
             names = [q.view.parameter for q in weights_of(unit, job.assignment)]
+            if from_memory is None:
+                copy_unit(unit, job.assignment, output, reader)
+            else:
+                from_memory.write_unit(unit)
             with brought(job.model, names, job.offloaded, job.state.device, keep_rounded):
                 done = quantize_unit(unit, job.model, job.assignment, output, keep_rounded, ranges_of)
             errors += done

@@ -183,11 +183,21 @@ def plan_model(
 # --- step 5 --------------------------------------------------------------------------------------
 
 
+def read_recipe(config: RunConfig) -> Recipe:
+    """The recipe that the options ask for, with the KV cache's."""
+    return load_recipe(config.recipe or config.qformat).with_kv(config.kv_cache_qformat)
+
+
 def plan_export(
-    config: RunConfig, source: Source, meta: MetaModel, units: tuple[Unit, ...], plan: Plan, report: Report
-) -> tuple[Recipe, Assignment, ExportPlan]:
+    config: RunConfig,
+    recipe: Recipe,
+    source: Source,
+    meta: MetaModel,
+    units: tuple[Unit, ...],
+    plan: Plan,
+    report: Report,
+) -> tuple[Assignment, ExportPlan]:
     """What is quantized with what, and every file of the export to the byte; refused if it does not fit."""
-    recipe = load_recipe(config.recipe or config.qformat).with_kv(config.kv_cache_qformat)
     if plan.world_size > 1 and not ALGORITHMS[recipe.algorithm.method].plan_safe:
         what = f"the algorithm {recipe.algorithm.method!r} has not been built for several ranks"
         raise UserError(Problem(what, "run one process, or use a recipe with the algorithm 'max'"))
@@ -219,7 +229,7 @@ def plan_export(
         },
     )
     refuse_if_any(check_room(config.export_path, export.num_bytes))
-    return recipe, assignment, export
+    return assignment, export
 
 
 def _json_files(layout: Layout, contents: Contents, source: Source) -> dict[str, dict[str, Any]]:

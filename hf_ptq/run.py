@@ -40,8 +40,9 @@ def run(config: RunConfig, report: Report | None = None) -> Report:
         torch.manual_seed(config.seed)
         source = planning.resolve(config, state, report)  # 3
         meta, units, plan = planning.plan_model(config, source, state, report)  # 4
-        recipe, assignment, export = together(  # 5
-            state, "plan the export", lambda: planning.plan_export(config, source, meta, units, plan, report)
+        recipe = together(state, "read the recipe", lambda: planning.read_recipe(config))  # 5
+        assignment, export = together(
+            state, "plan the export", lambda: planning.plan_export(config, recipe, source, meta, units, plan, report)
         )
         if config.dry_run:
             return planning.end_dry_run(config, assignment, export, report)

@@ -28,7 +28,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("model",),
     ("quantization", "data"),
     ("export", "preview"),
-    ("run", "planning", "steps", "driver", "preflight", "report_html", "report_plots"),
+    ("run", "planning", "steps", "driver", "preflight", "report_html", "report_plots", "library", "checkpointing"),
     ("options", "cli"),
     ("__main__",),
 )

@@ -37,6 +37,7 @@ from hf_ptq.export.planned import (
 from hf_ptq.export.share import Share
 from hf_ptq.model.sharding import full_of, local_of
 from hf_ptq.model.units import Unit
+from hf_ptq.model.wrappers import parameter_of
 from hf_ptq.quantization.assignment import Assignment, QuantizedWeight
 from hf_ptq.quantization.formats import codecs, encode, fused
 from hf_ptq.quantization.formats.codec import Layout as StoredShapes
@@ -104,7 +105,7 @@ def quantize_unit(
     for the same units in the same order.
     """
     weights = weights_of(unit, assignment)
-    values = {q: q.view.of(_whole(model.get_parameter(q.view.parameter), q)) for q in weights}  # by all ranks at once
+    values = {q: q.view.of(_whole(parameter_of(model, q.view.parameter), q)) for q in weights}  # by all ranks at once
     groups = {q.group for q in weights if keep_rounded or written_modules(q, output)}
     ranges = ranges_of({q: tensor for q, tensor in values.items() if q.group in groups})
     ranges = {q: _of_all_experts(of_q) if q.view.joined else of_q for q, of_q in ranges.items()}
@@ -112,7 +113,7 @@ def quantize_unit(
     for weight, range_ in ranges.items():
         errors += _quantize_weight(weight, values[weight], range_, output, keep_rounded)
         if keep_rounded and output.share.is_cut(weight.view):
-            _round_rows(weight, values[weight], range_, model.get_parameter(weight.view.parameter), output.share)
+            _round_rows(weight, values[weight], range_, parameter_of(model, weight.view.parameter), output.share)
     return errors
 
 
@@ -299,4 +300,4 @@ def write_kv_scales(assignment: Assignment, quantizers: Mapping[str, Quantizer],
 
 def _range(quantizer: Quantizer) -> torch.Tensor:
     assert quantizer.amax is not None, f"{quantizer.key} was not calibrated"
-    return quantizer.amax
+    return quantizer.amax.detach()

@@ -31,6 +31,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 K_QUANTIZER = "k_quantizer"
 V_QUANTIZER = "v_quantizer"
+OUTPUT_QUANTIZER = "output_quantizer"
 KEY_LEAVES = ("k_proj", "kv_b_proj", "qkv_proj")  # a module that owns one of these is an attention module
 LATENT_NORM = "kv_a_layernorm"
 Kernel = Callable[..., Any]
@@ -64,7 +65,14 @@ def is_latent(module: nn.Module) -> bool:
 def attach_latent_quantizer(module: Any, quantizer: nn.Module) -> None:
     """Let `quantizer` see what multi-head latent attention caches."""
     module.add_module(K_QUANTIZER, RotaryPart(quantizer, module.qk_rope_head_dim))
-    module.get_submodule(LATENT_NORM).register_forward_hook(lambda _module, _arguments, latent: quantizer(latent))
+    norm = module.get_submodule(LATENT_NORM)
+    norm.add_module(OUTPUT_QUANTIZER, quantizer)
+    norm.register_forward_hook(quantize_output)
+
+
+def quantize_output(module: Any, _arguments: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+    """A forward hook."""
+    return module.output_quantizer(output)
 
 
 class RotaryPart(nn.Module):

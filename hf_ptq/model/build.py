@@ -32,17 +32,20 @@ from transformers.core_model_loading import (
     convert_and_load_state_dict_in_model,
     dot_natural_key,
     rename_source_key,
+    revert_weight_conversion,
 )
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils.loading_report import LoadStateDictInfo
 
 from hf_ptq.checkpoint.dtypes import FLOAT_DTYPES, TORCH_DTYPES
+from hf_ptq.checkpoint.headers import TensorEntry
 from hf_ptq.checkpoint.names import Placement, place_tensors
 from hf_ptq.checkpoint.slices import LazyTensor
 from hf_ptq.checkpoint.source import Source
 from hf_ptq.errors import Problem, RunError, UserError, refuse_if_any
 from hf_ptq.model.families import FUSED_EXPERTS
 from hf_ptq.model.views import FusedParameter
+from hf_ptq.model.wrappers import named_tensors
 
 NOT_READ_YET = "quantized sources are not read yet; dequantize it first"
 MAX_PROBLEMS = 20
@@ -75,7 +78,8 @@ def build_meta_model(
         model = _instantiate(config, dtype, attn_implementation, trust_remote_code)
     model.eval()
     conversions = get_model_conversion_mapping(model)
-    placements, stacking = _place(model, conversions, source), _stacking(conversions)
+    placements = _place(model.state_dict(), model.base_model_prefix, conversions, source.tensors)
+    stacking = _stacking(conversions)
     meta = MetaModel(model, dtype, conversions, placements, stacking, _fused(model))
     refuse_if_any(itertools.islice(_placement_problems(meta, source), MAX_PROBLEMS))
     _load_generation_config(model, source)
@@ -196,18 +200,40 @@ def _load_generation_config(model: PreTrainedModel, source: Source) -> None:
 # --- placements --------------------------------------------------------------------------------
 
 
-def _place(model: PreTrainedModel, conversions: Iterable[Any], source: Source) -> dict[str, Placement]:
+def _place(
+    known: dict[str, torch.Tensor], base_model_prefix: str, conversions: Iterable[Any], names: Iterable[str]
+) -> dict[str, Placement]:
+    """Source names -> where they go. `known`: names of the model's parameters and buffers."""
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
-    known = model.state_dict()
 
     def rename(name: str) -> tuple[str | None, str | None]:
-        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
+        target, pattern = rename_source_key(name, renamings, converters, base_model_prefix, known)
         if target not in known and name in known:  # renamed by a rule that was not meant for it
-            target, pattern = rename_source_key(name, [], [], model.base_model_prefix, known)
+            target, pattern = rename_source_key(name, [], [], base_model_prefix, known)
         return (target, pattern) if target in known else (None, None)
 
-    return place_tensors(sorted(source.tensors, key=dot_natural_key), rename)
+    return place_tensors(sorted(names, key=dot_natural_key), rename)
+
+
+# --- a model in memory -------------------------------------------------------------------------
+
+
+def describe_model(model: PreTrainedModel) -> tuple[MetaModel, dict[str, TensorEntry]]:
+    """A model in memory as a checkpoint of it would be read: the checkpoint's tensors, by names and shapes alone."""
+    known = named_tensors(model)
+    tied = set(model.all_tied_weights_keys)
+    shapes = {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in known.items() if n not in tied}
+    originals = original_tensors(model, shapes)
+    conversions = get_model_conversion_mapping(model)
+    placements = _place(known, model.base_model_prefix, conversions, originals)
+    entries = {n: TensorEntry(n, "", "", tuple(t.shape), 0, 0) for n, t in originals.items()}
+    return MetaModel(model, model.dtype, conversions, placements, _stacking(conversions), _fused(model)), entries
+
+
+def original_tensors(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors by the model's names -> by the hub's, unstacked as they are stored there."""
+    return revert_weight_conversion(model, tensors)
 
 
 def _stacking(conversions: Iterable[Any]) -> dict[str, tuple[str, ...]]:

@@ -28,6 +28,7 @@ from transformers.distributed.utils import TransformersDeviceMesh
 
 from hf_ptq.distributed.plan import Facts, Plan, free_bytes
 from hf_ptq.distributed.process_group import DistributedState
+from hf_ptq.errors import Problem
 from hf_ptq.model.build import MetaModel
 from hf_ptq.model.exchange import EXCHANGE
 from hf_ptq.model.experts import takes_registry
@@ -94,6 +95,14 @@ def _expert_parallel_problem(model: PreTrainedModel) -> str:
     if DISPATCH not in (model.ep_plan or {}).values():
         return f"transformers has no expert-parallel plan for {name}"
     return ""
+
+
+def expert_parallel_problem(model: nn.Module) -> list[Problem]:
+    """A problem where the experts of a model in memory are shared out by expert parallelism."""
+    if not any(module._is_expert_parallel for module in _experts_modules(model).values()):
+        return []
+    what = "this model is expert-parallel; its weights are quantized by the command only"
+    return [Problem(what, "lay it out with FSDP2 (decide_plan(..., use_fsdp2=True)), or run hf-ptq under torchrun")]
 
 
 def _fsdp_problem(model: PreTrainedModel) -> str:

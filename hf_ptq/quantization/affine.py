@@ -10,8 +10,6 @@ distance to any bias follows. (KV presets fp8_affine and nvfp4_affine of Model O
 
 from __future__ import annotations
 
-import weakref
-
 import torch
 
 from hf_ptq.quantization.formats.description import NumberFormat
@@ -54,9 +52,9 @@ class AffineQuantizer(Quantizer):
         assert self._pending is not None
         assert self._seen is not None
         assert self._sums is not None
-        if self._last_seen is not None and self._last_seen() is values:
+        if self._is_last(values):
             return
-        self._last_seen = weakref.ref(values)
+        self._note(values)
         rows = values.float().transpose(1, 2).reshape(-1, self.channels)
         low, high = rows.aminmax(dim=0)
         highest, place = torch.cat([high, -low]), self._pending.device

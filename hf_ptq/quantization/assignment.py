@@ -17,9 +17,11 @@ from transformers import PreTrainedModel
 from hf_ptq.errors import Problem, UserError
 from hf_ptq.model.experts import takes_registry as experts_take_registry
 from hf_ptq.model.views import WeightView
+from hf_ptq.model.wrappers import named
 from hf_ptq.quantization.cache import QuantizedCache, decide_cache
 from hf_ptq.quantization.formats.description import FORMATS, NumberFormat
 from hf_ptq.quantization.groups import fused_groups
+from hf_ptq.quantization.modules import LINEAR as LINEAR_KIND
 from hf_ptq.quantization.modules import class_names, kind_of
 from hf_ptq.quantization.numerics import BESIDE
 from hf_ptq.quantization.places import places_of, stacked_place
@@ -97,7 +99,7 @@ def assign(
     Raises UserError with all reasons: the recipe quantizes nothing, it splits a fused group or the experts of a
     layer, or it asks for experts that cannot be reached.
     """
-    modules = dict(model.named_modules())
+    modules = named(model)
     problems: list[Problem] = []
     places = places_of(views, modules)
     decisions = {view: _decide(recipe, view, places[view], modules[view.owner], problems) for view in views}
@@ -144,7 +146,7 @@ def _decide(
     weight, inputs = found["weight"], found["input"]
     if not (weight.asks or inputs.asks or wrong):
         return f"off by {weight.rule}" if weight.rule else "no rule matches"
-    if not view.is_stacked and kind_of(owner) is None:
+    if not view.is_stacked and kind_of(owner) is not LINEAR_KIND:
         return f"{type(owner).__name__} is no kind that can be quantized"
     if inputs.asks and not weight.asks:
         what = f"{inputs.rule} quantizes the input of {view.modules[0]} and nothing its weight"

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from hf_ptq.errors import Problem, UserError
 from hf_ptq.quantization.algorithm import AlgorithmSpec, Max, read_algorithm
 from hf_ptq.quantization.modelopt_recipe import is_modelopt, read_modelopt
-from hf_ptq.quantization.rules import AnyRule, Rule
+from hf_ptq.quantization.rules import OF_QUANTIZERS, AnyRule, Rule, quantizer_rule
 from hf_ptq.quantization.yaml_files import read_documents, validated
 
 RECIPES_DIR = Path(__file__).resolve().parent.parent / "recipes"
@@ -84,6 +85,12 @@ class Recipe:
     origin: str = ""  # the file, for messages
     says_all: bool = False
 
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, from which `load_recipe` makes the same recipe."""
+        told = {"name": self.name, "description": self.description, "algorithm": self.algorithm.model_dump(mode="json")}
+        told["rules"] = [rule.as_dict() for rule in self.rules]
+        return told if self.kv_cache is None else {**told, "kv_cache": self.kv_cache}
+
     @property
     def decides_kv(self) -> bool:
         """True where the rules are the whole truth about keys and values."""
@@ -97,16 +104,21 @@ class Recipe:
         return dataclasses.replace(self, rules=own + load_kv(asked_for or self.kv_cache or DEFAULT_KV))
 
 
-def load_recipe(name_or_path: str) -> Recipe:
-    """The preset or model recipe of that name, or the recipe at that path (a file, or a directory of ModelOpt's).
+def load_recipe(recipe: str | Mapping[str, Any], is_plain: bool = False) -> Recipe:
+    """The preset or model recipe of that name, the recipe at that path (a file, or a directory of ModelOpt's), or one
+    as a mapping.
 
-    Raises `UserError` for an unknown name (nearest names given), for one that is not built yet, and for a file that
-    does not follow its schema (each wrong key or value named).
+    `is_plain`: for a model that no server is to load; rules may then give formats to inputs alone, and formats that no
+    server reads. Raises `UserError` for an unknown name (nearest names given), for one that is not built yet, and for
+    a recipe that does not follow its schema (each wrong key or value named).
     """
-    path = _find(name_or_path)
+    if not isinstance(recipe, str):
+        data = dict(recipe)
+        return _load(Path(str(data.pop("name", "recipe"))), [data], is_plain)
+    path = _find(recipe)
     if path is None:
-        raise UserError(_unknown(name_or_path))
-    return _load(path)
+        raise UserError(_unknown(recipe))
+    return _load(path, [] if path.is_dir() else read_documents(path)[0], is_plain)
 
 
 def load_kv(name: str) -> tuple[AnyRule, ...]:
@@ -115,7 +127,7 @@ def load_kv(name: str) -> tuple[AnyRule, ...]:
         return ()
     path = RECIPES_DIR / "kv" / f"{name}.yaml"
     if path.is_file() and Path(name).name == name:
-        return _load(path).rules
+        return _load(path, read_documents(path)[0]).rules
     names = [preset for preset, _ in list_kv_presets()]
     near = difflib.get_close_matches(name, names, 3, 0.4)
     raise UserError(Problem(f"--kv_cache_qformat {name!r} is not known", f"nearest: {', '.join(near or names)}"))
@@ -173,13 +185,13 @@ def _unknown(name: str) -> Problem:
     return Problem(f"{name!r} is no preset (--qformat)", f"nearest: {', '.join(near or presets)}; --list shows all")
 
 
-def _load(path: Path) -> Recipe:
+def _load(path: Path, documents: list[Any], is_plain: bool = False) -> Recipe:
+    """A recipe that was found at `path`."""
     problems: list[Problem] = []
-    documents = [] if path.is_dir() else read_documents(path)[0]
     if path.is_dir() or (documents and is_modelopt(documents[0])):
         recipe = _load_modelopts(path, problems)
     else:
-        recipe = _load_ours(path, documents, problems)
+        recipe = _load_ours(path, documents, problems, is_plain)
     if problems or recipe is None:
         raise UserError(*problems)
     if not recipe.rules:
@@ -196,11 +208,11 @@ def _load_modelopts(path: Path, problems: list[Problem]) -> Recipe | None:
     return Recipe(path.stem, read.description, read.rules, read.algorithm, read.kv_cache, str(path), says_all=True)
 
 
-def _load_ours(path: Path, documents: list[Any], problems: list[Problem]) -> Recipe | None:
+def _load_ours(path: Path, documents: list[Any], problems: list[Problem], is_plain: bool) -> Recipe | None:
     file = _read_file(path, documents, problems)
     if file is None:
         return None
-    rules = _expand(file.rules, path, (path.resolve(),), problems)
+    rules = _expand(file.rules, (path.resolve(),), problems, is_plain)
     return Recipe(path.stem, file.description, tuple(rules), file.algorithm, file.kv_cache, str(path))
 
 
@@ -211,13 +223,19 @@ def _read_file(path: Path, documents: list[Any], problems: list[Problem]) -> _Fi
     return validated(_File, documents[0], str(path), problems)
 
 
-def _expand(items: list[dict[str, Any]], path: Path, chain: tuple[Path, ...], problems: list[Problem]) -> list[Rule]:
-    """The rules of a file, with imports replaced by the rules that they name."""
-    rules: list[Rule] = []
+def _expand(
+    items: list[dict[str, Any]], chain: tuple[Path, ...], problems: list[Problem], is_plain: bool
+) -> list[AnyRule]:
+    """The rules of a file, the last of `chain`, with imports replaced by the rules that they name."""
+    rules: list[AnyRule] = []
+    path = chain[-1]
     for i, item in enumerate(items):
         where = f"{path}: rules[{i}]"
+        if set(item) == {OF_QUANTIZERS}:
+            rules.append(quantizer_rule(item))
+            continue
         if set(item) != {"import"}:
-            rule = validated(Rule, item, where, problems)
+            rule = validated(Rule, item, where, problems, is_plain)
             rules += [rule] if rule is not None else []
             continue
         target = _import_path(str(item["import"]), path)
@@ -227,7 +245,7 @@ def _expand(items: list[dict[str, Any]], path: Path, chain: tuple[Path, ...], pr
             problems.append(Problem(f"{where}: import {item['import']!r}: {reason}", cure))
             continue
         imported = _read_file(target, read_documents(target)[0], problems)
-        rules += _expand(imported.rules if imported else [], target, (*chain, target), problems)
+        rules += _expand(imported.rules if imported else [], (*chain, target), problems, is_plain)
     return rules
 
 

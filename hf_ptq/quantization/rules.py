@@ -23,9 +23,9 @@ from fnmatch import fnmatchcase, translate
 from functools import cached_property, lru_cache
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
 
-from hf_ptq.quantization.formats.description import Role, formats_for
+from hf_ptq.quantization.formats.description import Role, formats_for, plain_formats_for
 
 Tensor = Literal["weight", "input", "output", "q", "k", "v", "p"]
 LINEAR: tuple[Tensor, ...] = ("weight", "input", "output")
@@ -132,9 +132,10 @@ class Rule(BaseModel):
 
     @field_validator("weight", "input", "k", "v")
     @classmethod
-    def _known_format(cls, value: str | None, info: Any) -> str | None:
+    def _known_format(cls, value: str | None, info: ValidationInfo) -> str | None:
         if value is not None:
-            known = formats_for(ROLE_OF[info.field_name])
+            choices = plain_formats_for if _is_plain(info) else formats_for
+            known = choices(ROLE_OF[str(info.field_name)])
             if value not in known:
                 raise ValueError(f"unknown format {value!r}; formats for {info.field_name} are {', '.join(known)}")
         return value
@@ -147,7 +148,7 @@ class Rule(BaseModel):
         return value
 
     @model_validator(mode="after")
-    def _says_something(self) -> Rule:
+    def _says_something(self, info: ValidationInfo) -> Rule:
         gives = [self.weight, self.input, self.k, self.v]
         if not self.pattern:
             raise ValueError("pattern is empty")
@@ -157,14 +158,14 @@ class Rule(BaseModel):
             raise ValueError("a rule gives a format (weight, input, k, v) or says enable: false")
         if (self.k is None) != (self.v is None):
             raise ValueError("k and v belong together: give both a format")
-        if self.input and not self.weight:
+        if self.input and not self.weight and not _is_plain(info):
             raise ValueError("input without weight: no server quantizes activations only")
         return self
 
     @property
     def speaks_of(self) -> frozenset[Tensor]:
         """The tensors that the rule decides."""
-        linear = LINEAR if not self.enable or self.weight is not None else ()
+        linear = LINEAR if not self.enable or self.weight is not None or self.input is not None else ()
         return frozenset((*linear, *(CACHE if self.k is not None else ())))
 
     def says(self, tensor: Tensor, place: Place) -> Said | None:
@@ -188,6 +189,15 @@ class Rule(BaseModel):
         if self.k is None:
             return self
         return self.model_copy(update={"k": None, "v": None}) if self.weight is not None else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, as in a recipe file."""
+        return self.model_dump(mode="json", exclude_defaults=True)
+
+
+def _is_plain(info: ValidationInfo) -> bool:
+    """Whether a rule is read for a model that no server is to load."""
+    return bool(info.context)
 
 
 @dataclass(frozen=True)
@@ -228,6 +238,23 @@ class QuantizerRule:
     def without_cache(self) -> QuantizerRule | None:
         """The entry as far as it is about linears."""
         return QuantizerRule(**{**vars(self), "speaks_of": self.speaks_of.difference(ATTENTION)})
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, from which `quantizer_rule` makes the same rule."""
+        lists = {"pattern": self.pattern, "parent_class": self.parent_class, "speaks_of": sorted(self.speaks_of)}
+        maps = {"formats": dict(self.formats), "reasons": dict(self.reasons)}
+        told = {"enable": self.enable, "optional": self.optional, **maps}
+        return {OF_QUANTIZERS: {**{key: list(value) for key, value in lists.items()}, **told}}
+
+
+OF_QUANTIZERS = "of_quantizers"  # the key of a rule on quantizers in plain data, which no file of a user has
+
+
+def quantizer_rule(data: Mapping[str, Any]) -> QuantizerRule:
+    """The rule of `QuantizerRule.as_dict`."""
+    told = dict(data[OF_QUANTIZERS])
+    lists = {key: tuple(told.pop(key)) for key in ("pattern", "parent_class")}
+    return QuantizerRule(**lists, speaks_of=frozenset(told.pop("speaks_of")), **told)
 
 
 AnyRule = Rule | QuantizerRule

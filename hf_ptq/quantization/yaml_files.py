@@ -29,10 +29,12 @@ def read_documents(path: Path) -> tuple[list[Any], str]:
         raise UserError(Problem(f"{path} is nested too deeply")) from error
 
 
-def validated(model: type[Model], data: Any, where: str, problems: list[Problem]) -> Model | None:
-    """`data` as a `model`; what is wrong is appended to `problems`, one entry per key."""
+def validated(
+    model: type[Model], data: Any, where: str, problems: list[Problem], context: bool = False
+) -> Model | None:
+    """`data` as a `model`; what is wrong is appended to `problems`, an entry a key. `context`: for its validators."""
     try:
-        return model.model_validate(data)
+        return model.model_validate(data, context=context)
     except ValidationError as error:
         for item in error.errors():
             key = ".".join(str(part) for part in item["loc"])

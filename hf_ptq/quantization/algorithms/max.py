@@ -17,7 +17,7 @@ from hf_ptq.quantization.affine import AffineQuantizer
 from hf_ptq.quantization.algorithms.algorithm import Algorithm
 from hf_ptq.quantization.quantizer import Quantizer
 from hf_ptq.quantization.ranges import weight_ranges
-from hf_ptq.quantization.statistics import Statistics, StatisticSpec
+from hf_ptq.quantization.statistics import Group, Statistics, StatisticSpec
 
 
 def _calibrated(quantizers: Mapping[str, Quantizer]) -> dict[str, Quantizer]:
@@ -42,8 +42,12 @@ def _statistics(quantizers: Mapping[str, Quantizer]) -> list[StatisticSpec]:
                 StatisticSpec(_seen_key(key), 1, "sum"),
             ]
             continue
-        size, group = (1, "data") if quantizer.num_experts is None else (quantizer.num_experts, "expert")
-        specs += [StatisticSpec(key, size, "max", group), StatisticSpec(_seen_key(key), size, "sum", group)]
+        group: Group = "data" if quantizer.num_experts is None else "expert"
+        counts = quantizer.num_experts or 1
+        specs += [
+            StatisticSpec(key, quantizer.size, "max", group),
+            StatisticSpec(_seen_key(key), counts, "sum", group),
+        ]
     return specs
 
 

@@ -166,3 +166,16 @@ FORMATS: dict[str, NumberFormat] = {fmt.name: fmt for fmt in _ALL}
 def formats_for(role: Role) -> list[str]:
     """Names of the formats that a recipe may give to `role`."""
     return [name for name, fmt in FORMATS.items() if role in fmt.roles]
+
+
+def plain_formats_for(role: Role) -> list[str]:
+    """Those that may be given to `role` in a model that stays in PyTorch: more than servers know.
+
+    Weights may have one INT8 scale, inputs a static scale for each channel.
+    """
+    own = formats_for(role)
+    if role == "weight":
+        return [*own, "int8"]
+    if role == "input":
+        return [*own, *(name for name, fmt in FORMATS.items() if fmt.granularity == "channel" and name not in own)]
+    return own

@@ -29,6 +29,7 @@ from hf_ptq.quantization.recipe import Recipe
 from hf_ptq.quantization.rules import LINEAR, Decision, Known, Place, Tensor, numbered, settle
 
 MAX_PROBLEMS = 10
+EVERY_MODULE = ("*", "*weight_quantizer")
 UNREAD = (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -217,10 +218,16 @@ def _tied_problems(recipe: Recipe, tied: Mapping[str, str]) -> list[Problem]:
 
 
 def _unread_warnings(recipe: Recipe, modules: Mapping[str, nn.Module]) -> list[str]:
-    """Embeddings and convolutions that the recipe asks for: no server reads them quantized, so they are left alone."""
+    """Embeddings and convolutions that a rule is about: no server reads them quantized, so they are left alone.
+
+    A rule for every module says nothing of them.
+    """
     asked: dict[str, list[str]] = {}
     for name, module in modules.items():
-        if isinstance(module, UNREAD) and settle(recipe.rules, "weight", Place((name,), class_names(module))).asks:
+        if not isinstance(module, UNREAD):
+            continue
+        decision = settle(recipe.rules, "weight", Place((name,), class_names(module)))
+        if decision.asks and str(decision.rule) not in EVERY_MODULE:
             asked.setdefault(type(module).__name__, []).append(name)
     return [
         f"{len(names)} {kind} modules ({names[0]}{' ...' if len(names) > 1 else ''}) are left unquantized, though the "

@@ -120,10 +120,8 @@ def test_weights_that_their_group_drowns_are_told(tiny: Callable, quantize: Quan
 
 def test_a_tied_head_that_a_recipe_asks_for_is_told(tiny: Callable, quantize: Quantize, tmp_path: Path) -> None:
     recipe = write(tmp_path / "r.yaml", '{pattern: ["*mlp*", "lm_head"], weight: fp8, input: fp8}')
-    report = Report(verbose=False)
-    export = quantize(tiny("llama_tied"), recipe=recipe, report=report)
-    assert any("lm_head shares the embedding's weight" in text for text in report.warnings)
-    assert not any("lm_head" in name for name in load_tensors(export))
+    with pytest.raises(UserError, match=r"(?s)lm_head shares its weight with model.embed_tokens.weight.*enable: false"):
+        quantize(tiny("llama_tied"), recipe=recipe)
 
 
 def test_families_that_ask_for_the_kernels_name_keep_their_masks(tmp_path: Path) -> None:

@@ -1,11 +1,17 @@
 """Stored tensors -> values in float64, by tables and bit strings, with none of the product's arithmetic.
 
 Only the format's description (element, block) is the product's. The value of an element is its code times its step.
+`judge` holds a whole export against the independent checker, or against this where the checker does not know it.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from pathlib import Path
+
 import torch
+from tiny import load_tensors
 
 from hf_ptq.quantization.formats.description import FORMATS
 
@@ -24,6 +30,10 @@ GRIDS = {
     "int8": INTEGERS,
     "int4": INTEGERS[120:136],
 }
+
+# Formats that the checker does not know by their honest name -> the relative error that rounding may make.
+OWN_ERRORS = {"W4A16": 0.18, "MXFP6": 0.06, "MXINT8": 0.015, "W4A16_MXFP4": 0.18, "W4A16_NVFP4 32": 0.13}
+FORMAT_RULES = ("CONFIG", "SHAPES", "SCALES", "SNR", "NAMES")
 
 
 def codes_of(name: str, tensors: Tensors) -> torch.Tensor:
@@ -65,3 +75,39 @@ def decoded(name: str, tensors: Tensors) -> torch.Tensor:
     """The weight [out, in] that the tensors stand for."""
     codes = codes_of(name, tensors)
     return codes * step_of(name, tensors, codes.shape)
+
+
+def parts_of(export: Path) -> dict[str, Tensors]:
+    """Quantized module -> its tensors."""
+    tensors = load_tensors(export)
+    modules = [name.removesuffix(".weight_scale") for name in tensors if name.endswith(".weight_scale")]
+    return {
+        module: {
+            name.removeprefix(f"{module}."): t
+            for name, t in tensors.items()
+            if name.startswith(f"{module}.") and not name.endswith((".k_scale", ".v_scale", ".bias"))
+        }
+        for module in modules
+    }
+
+
+def judge(
+    source: Path, export: Path, weight: str, check_export: Callable[..., None], only: Callable[[str], bool] = bool
+) -> None:
+    """The export passes the checker, or its weights (of the modules that `only` is true for) decode to the source's."""
+    flat = json.loads((export / "config.json").read_text())["quantization_config"]
+    names = (flat["quant_algo"], f"{flat['quant_algo']} {flat.get('group_size')}")
+    own = next((name for name in names if name in OWN_ERRORS), None)
+    check_export(source, export, without=FORMAT_RULES if own else ())
+    if own is None:
+        return
+    weights = load_tensors(source)
+    parts = {module: tensors for module, tensors in parts_of(export).items() if only(module)}
+    assert parts
+    for module, tensors in parts.items():
+        original = weights[f"{module}.weight"].double()
+        values = decoded(weight, tensors)
+        assert values.shape == original.shape
+        assert (values - original).norm() <= OWN_ERRORS[own] * original.norm(), module
+        scales = [t.float() for name, t in tensors.items() if name != "weight" and t.dtype != torch.uint8]
+        assert all(bool(((s > 0) & s.isfinite()).all()) for s in scales)

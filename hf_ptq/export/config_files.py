@@ -171,7 +171,8 @@ def _head(kinds: Sequence[LayerAlgo], with_table: bool) -> dict[str, Any]:
     if len(kinds) == 1 and not with_table:
         return kinds[0].entry()
     of_fp4 = [kind for kind in kinds if "NVFP4" in kind.algo]  # SGLang takes the size at the top for these
-    sizes = {kind.group_size for kind in of_fp4 or kinds} - {None}
+    in_rows = [kind for kind in kinds if kind.block is None]  # blocks over rows have a name of their own
+    sizes = {kind.group_size for kind in of_fp4 or in_rows or kinds} - {None}
     return {"quant_algo": MIXED} | ({"group_size": sizes.pop()} if len(sizes) == 1 else {})
 
 

@@ -198,7 +198,8 @@ def test_a_pair_of_formats_that_no_server_knows(
     refused: Callable[..., str], tiny: Callable[[str], Path], tmp_path: Path
 ) -> None:
     said = refused(tiny("llama"), recipe=recipe(tmp_path, '{pattern: "*mlp*", weight: nvfp4, input: fp8}'))
-    assert "('nvfp4', 'fp8')" in said
+    assert "the layout modelopt has no name for weights in nvfp4 with inputs in fp8" in said
+    assert "--export_fmt can be fakequant" in said
 
 
 def test_a_shape_that_the_format_cannot_take(

@@ -10,13 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from decoding import judge
 
-from hf_ptq.quantization.recipe import list_presets
+from hf_ptq.quantization.recipe import list_presets, load_recipe
 
 pytestmark = pytest.mark.demo
 EXPERTS_ONLY = ("nvfp4_experts_only",)
 PRESETS = [name for name, _ in list_presets() if name not in (*EXPERTS_ONLY, "nvfp4")]
-LEAST_DB = {"fp8": 30, "fp8_per_channel_per_token": 30, "int8_weight_only": 35}  # 4 bits: 18
+LEAST_DB = {"fp8": 30, "fp8_per_channel_per_token": 30, "int8_weight_only": 35, "mxfp8": 30, "mxint8": 35, "mxfp6": 24}
+LEAST_DB |= dict.fromkeys(("mxfp4", "mxfp4_mlp_weight_only", "w4a8_mxfp4_fp8"), 15)  # others with 4 bits: 18
 
 
 @pytest.fixture
@@ -61,9 +63,10 @@ def test_the_readmes_command(tmp_path: Path, source: Path, check_export: Callabl
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_other_presets(
-    preset: str, source: Path, quantize: Callable[..., Path], check_export: Callable[[Path, Path], None]
+    preset: str, source: Path, quantize: Callable[..., Path], check_export: Callable[..., None]
 ) -> None:
     out = quantize("demo", preset, datasets=("pydoc",), calib_sizes=(2,), calib_seq=128)
-    check_export(source, out)
+    (weight,) = {rule.weight for rule in load_recipe(preset).rules if rule.weight}
+    judge(source, out, weight, check_export, only=lambda module: ".layers.7.mlp." in module)
     report = json.loads((out / "hf_ptq_report.json").read_text())
     assert all(row["worst dB"] > LEAST_DB.get(preset, 18) for row in report["signal_to_noise"].values()), report

@@ -126,9 +126,11 @@ def refused_or_sound(recipe: dict, layout: str, plan: tuple, folder: Path) -> bo
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe))
     source, *_ = plan
+    silent = Report(Console(quiet=True), verbose=False)
     config = RunConfig(str(source.directory), folder / "out", recipe=str(path), export_fmt=layout, device="cpu")
     try:
-        _, assignment, export = planning.plan_export(config, *plan, Report(Console(quiet=True), verbose=False))
+        read = planning.read_recipe(config)
+        assignment, export = planning.plan_export(config, read, *plan, silent)
     except UserError as error:
         return told(error)
     modules = assignment.by_module

@@ -117,7 +117,7 @@ def test_a_model_computes_with_them(name: str) -> None:
 def test_they_are_refused_for_servers(
     name: str, needs: str, tiny: Callable[[str], Path], quantize: Callable[..., Path]
 ) -> None:
-    with pytest.raises(UserError, match=f"no server reads {needs}, which keys in {name} need"):
+    with pytest.raises(UserError, match=f"keys in {name}: no server reads {needs}, which they need"):
         quantize(tiny("llama"), "fp8", kv_cache_qformat=name, dry_run=True)
 
 

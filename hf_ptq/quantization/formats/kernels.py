@@ -7,14 +7,15 @@ the tile's sums of w^2 and (decoded - w)^2. The codecs beside this file are the 
 - Quotients are correctly rounded, where Triton's `/` is an approximation. The hardware's exact division (`div_rn`) is a
   dozen instructions and a branch; a tile divides by few numbers, so it takes their reciprocals once and corrects each
   quotient twice (`_quotient`). Ranges in which a step of that could underflow are left to `div_rn`.
-- Denormals are kept, no product and sum is contracted to a fused multiply-add that is not written as one, and values
-  are clamped before the cast to E4M3.
+- Denormals are kept, and no product and sum is contracted to a fused multiply-add that is not written as one.
 - E2M1 is rounded by adding and subtracting 2^22, 2^23 or 2^24: beside these, fp32 numbers lie 0.5, 1 and 2 apart, as
-  E2M1's do below 2, 4 and 6, and the addition rounds half to even.
+  E2M1's do below 2, 4 and 6, and the addition rounds half to even. E4M3 likewise, in eighths of a power of two.
+- The hardware's cast to E4M3 is not used: where its result was both stored and decoded, ptxas 12.8 (Triton 3.6) packed
+  two casts for the store and decoded a register that held neither. The bytes were right, the sums of errors were not.
 
 The sums of tiles are fp32 and meet in fp64, in a fixed order, so that they are the same in every run.
 
-Needs NVIDIA's compute capability 8.9 or more, whose hardware casts to E4M3. Nothing here chooses between a kernel and a
+Needs NVIDIA's compute capability 8.9 or more, below which Triton has no E4M3. Nothing here chooses between kernel and
 codec: `formats.fused` does.
 """
 # Triton comes with CUDA builds of torch only, and its language is not quite Python's.
@@ -39,6 +40,9 @@ from hf_ptq.quantization.formats.nvfp4 import global_scale
 TILE_ROWS = tl.constexpr(16)
 TILE_COLUMNS = tl.constexpr(256)
 E4M3_MAX = tl.constexpr(448.0)
+SMALLEST_E4M3 = tl.constexpr(2.0**-6)  # that is normal
+EIGHTHS = tl.constexpr(2.0**20)  # times a power of two: there, fp32 numbers lie an eighth of that power apart
+BIAS = tl.constexpr(2.0**-120)  # fp32's exponents are biased by 127, E4M3's by 7
 BLOCK = tl.constexpr(16)
 E2M1_MAX = tl.constexpr(6.0)
 SMALLEST_SCALE = tl.constexpr(2.0**-9)
@@ -49,7 +53,7 @@ SIGN = tl.constexpr(-(2**31))
 # Between these a divisor's reciprocal is normal, and the remainder of every quotient whose code is not 0 is exact.
 SMALLEST_DIVISOR = tl.constexpr(2.0**-80)
 LARGEST_DIVISOR = tl.constexpr(2.0**80)
-NUM_WARPS = 8  # 16 weights a thread
+NUM_WARPS = 4  # 32 weights a thread
 OPTIONS = {"num_warps": NUM_WARPS, "enable_fp_fusion": False, "enable_reflect_ftz": False}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FIRST_CAPABILITY = (8, 9)
@@ -109,6 +113,17 @@ def _quotient(size: tl.tensor, divisor: tl.tensor, is_moderate: tl.tensor) -> tl
 
 
 @triton.jit
+def _e4m3(size: tl.tensor) -> tl.tuple:
+    """Codes 0..127 (int32) of the E4M3 values nearest to `size` >= 0, and those values (fp32)."""
+    size = tl.minimum(size, E4M3_MAX)
+    start = tl.maximum(size, SMALLEST_E4M3).to(tl.int32, bitcast=True) & EXPONENT  # the power of two below, or 2^-6
+    start = start.to(tl.float32, bitcast=True)
+    nearest = tl.fma(start, -EIGHTHS, tl.fma(start, EIGHTHS, size))
+    # With E4M3's bias in place of fp32's, by the difference of the two, the bits are the code; so for subnormals.
+    return (nearest * BIAS).to(tl.int32, bitcast=True) >> 20, nearest
+
+
+@triton.jit
 def _fp8_kernel(
     weight: tl.tensor,
     stored: tl.tuple,
@@ -132,11 +147,11 @@ def _fp8_kernel(
         least, most = scale, scale
     size = _quotient(tl.abs(exact), scale, (least >= SMALLEST_DIVISOR) & (most <= LARGEST_DIVISOR))
     sign = exact.to(tl.int32, bitcast=True) & SIGN
-    scaled = tl.minimum(size, E4M3_MAX).to(tl.int32, bitcast=True) | sign
-    code = scaled.to(tl.float32, bitcast=True).to(tl.float8e4nv)
-    decoded = code.to(tl.float32) * scale
+    code, nearest = _e4m3(size)
+    decoded = (nearest.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True) * scale
     stored_at, _ = _in_stored(shape, 1)
-    tl.store(codes + stored_at, code, mask=inside)
+    code = (code | ((sign >> 24) & 0x80)).to(tl.uint8)
+    tl.store(codes + stored_at, code.to(tl.float8e4nv, bitcast=True), mask=inside)
     if keep_rounded:
         tl.store(weight + place, decoded.to(weight.dtype.element_ty), mask=inside)
     _store_sums(sums, exact, decoded)
@@ -179,8 +194,8 @@ def _nvfp4_kernel(
     is_moderate = (scale_2 >= SMALLEST_DIVISOR / SMALLEST_SCALE) & (scale_2 <= 1 / E4M3_MAX)
     quotient = _quotient(amax, E2M1_MAX * scale_2, is_moderate)
     clamped = tl.minimum(tl.maximum(quotient, SMALLEST_SCALE), E4M3_MAX)
-    scale = tl.where(amax == 0, 1.0, clamped).to(tl.float8e4nv)
-    step = (scale.to(tl.float32) * scale_2)[:, :, None]
+    scale_code, scale = _e4m3(tl.where(amax == 0, 1.0, clamped))
+    step = (scale * scale_2)[:, :, None]
     size = _quotient(tl.abs(blocks), step, is_moderate)
     signed = blocks + 0.0  # -0.0 becomes 0.0
     if not is_moderate:
@@ -190,7 +205,7 @@ def _nvfp4_kernel(
     stored_at, stored_inside = _in_stored(shape, 2)
     tl.store(codes + stored_at, (even | (odd << 4)).to(tl.uint8), mask=stored_inside)
     stored_at, stored_inside = _in_stored(shape, BLOCK)
-    tl.store(scales + stored_at, scale, mask=stored_inside)
+    tl.store(scales + stored_at, scale_code.to(tl.uint8).to(tl.float8e4nv, bitcast=True), mask=stored_inside)
     decoded = tl.reshape(nearest * step, (TILE_ROWS, TILE_COLUMNS))
     if keep_rounded:
         tl.store(weight + place, decoded.to(weight.dtype.element_ty), mask=inside)

@@ -9,7 +9,7 @@ A rank holds L experts, expert e is on rank e // L of the W of its group. With T
 The sender puts the outputs back in order, weighs and sums them with the arithmetic of one process, so what comes out is
 the same bit for bit; no weight travels. S <= T * min(k, W) where the exchange by (token, choice) of transformers sends
 T*k rows, and the receiver's quantizers look at as many rows fewer. The one thing the host must know is the numbers of
-rows, which the ranks tell each other first.
+rows, which the ranks tell each other first; a GPU sorts the choices while the host waits for them.
 
 A rank with no token, or whose experts nobody chose, takes part all the same: four collectives a layer on every rank.
 It is a registered implementation of transformers' expert parallelism. It does not know what an expert computes
@@ -50,23 +50,24 @@ class TokenExchange(EPImplementation):
         needed, counts = count_rows(top_k_index, local, self.num_ranks)
         from_others = torch.empty_like(counts)
         dist.all_to_all_single(from_others, counts, group=self.group)
-        (tokens_out, choices_out), (tokens_in, choices_in) = torch.stack([counts.T, from_others.T]).tolist()
+        told, is_told = _begin_reading(torch.stack([counts.T, from_others.T]))
+        places = places_of_returned(top_k_index, local)
+        if is_told is not None:
+            is_told.synchronize()
+        (tokens_out, choices_out), (tokens_in, choices_in) = told.tolist()
 
-        tokens, choices = rows_to_send(top_k_index, needed, local)
+        tokens, choices = rows_to_send(top_k_index, needed, local, sum(tokens_out))
         choices = self._exchanged(choices, tokens_in, tokens_out)
         rows = self._exchanged(hidden_states.index_select(0, tokens), tokens_in, tokens_out)
         rows = self._computed(rows, choices, sum(choices_in))
         rows = self._exchanged(rows, choices_out, choices_in)
-        rows = rows.index_select(0, places_of_returned(top_k_index, local))
-        return weighted_sum(rows, top_k_weights, hidden_states.dtype)
+        return weighted_sum(rows.index_select(0, places), top_k_weights, hidden_states.dtype)
 
     def _computed(self, rows: torch.Tensor, choices: torch.Tensor, num_choices: int) -> torch.Tensor:
-        """Outputs [num_choices, H] of this rank's experts; those of a filler row, of zeros, where nobody chose any."""
-        kernel = kernel_of(self.experts)
+        """Outputs [num_choices, H] of this rank's experts."""
         if num_choices == 0:
-            filler, first = rows.new_zeros(1, rows.shape[1]), choices.new_zeros(1, 1)
-            return choice_outputs(self.experts, filler, first, kernel, 1)[:0]
-        return choice_outputs(self.experts, rows, choices, kernel, num_choices)
+            return rows.new_empty(0, rows.shape[1], dtype=self.experts.down_proj.dtype)
+        return choice_outputs(self.experts, rows, choices, kernel_of(self.experts), num_choices)
 
     def _exchanged(self, rows: torch.Tensor, sizes_in: list[int], sizes_out: list[int]) -> torch.Tensor:
         """The rows for each rank (`sizes_out` of them) go, those from each rank (`sizes_in`) come."""
@@ -76,6 +77,16 @@ class TokenExchange(EPImplementation):
 
 
 EPImplementationInterface.register(EXCHANGE, TokenExchange)
+
+
+def _begin_reading(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+    """The tensor on the host, and the event after which its numbers are there; None if they are."""
+    if not tensor.is_cuda:
+        return tensor, None
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+    return host, copied
 
 
 # --- which row goes where ------------------------------------------------------------------------
@@ -95,9 +106,14 @@ def count_rows(index: torch.Tensor, local: int, num_ranks: int) -> tuple[torch.T
     return needed, torch.stack([needed.sum(1), choices], 1)
 
 
-def rows_to_send(index: torch.Tensor, needed: torch.Tensor, local: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The token of each row to send, int64 [S]; its choices at the receiver, int32 [S, k], `local` if not there."""
-    rank, token = needed.nonzero(as_tuple=True)
+def rows_to_send(
+    index: torch.Tensor, needed: torch.Tensor, local: int, num_rows: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The token of each row to send, int64 [S]; its choices at the receiver, int32 [S, k], `local` if not there.
+
+    `num_rows`: S, how many of `needed` are True. (`nonzero` would have to ask the GPU.)
+    """
+    rank, token = torch.nonzero_static(needed, size=num_rows).unbind(1)
     choices = index.index_select(0, token) - (rank * local)[:, None]
     choices = torch.where((choices >= 0) & (choices < local), choices, local)
     return token, choices.to(torch.int32)

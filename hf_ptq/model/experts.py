@@ -13,10 +13,8 @@ The arithmetic is that of a mixture of experts, over rows sorted by expert:
 `input_quantizer` and `down_input_quantizer`, submodules of the experts module, are given the rows of both products
 and the expert of each row. There is no loop over experts and no host synchronisation, except with the loop kernel.
 Under expert parallelism (`model/exchange.py`) `num_experts` is the local number and the rows are tokens of all ranks,
-with choices that are experts here and choices that are not; a rank that received no row computes an all-zero one. A
-rank that has run out of data goes on in step with the others and sends such rows too (`no_tokens`). All-zero rows are
-computed like any other, but the quantizers are told that they are no tokens: by the rows that came in, since with
-biases what is inside an expert is not zero. (A NaN is not zero.)
+with choices that are experts here and choices that are not. A rank that has run out of data goes on in step with the
+others and sends no row (`no_tokens`).
 
 It does not know what the quantizers do.
 """
@@ -45,13 +43,8 @@ ALIGNMENT_BYTES = 16  # strides that the grouped kernel takes are multiples of t
 class RowQuantizer(Protocol):
     """Sees the rows of a grouped product with the expert of each; gives what is multiplied."""
 
-    def quantize_rows(
-        self, values: torch.Tensor, source: torch.Tensor | None, experts: torch.Tensor, is_token: torch.Tensor | None
-    ) -> torch.Tensor:
-        """The rows [rows, inputs]: `values` themselves, or `values[source]` (int64 [rows]).
-
-        `experts`: int64 [rows]; rows that are not `is_token` (bool [rows], under expert parallelism) are not recorded.
-        """
+    def quantize_rows(self, values: torch.Tensor, source: torch.Tensor | None, experts: torch.Tensor) -> torch.Tensor:
+        """The rows [rows, inputs]: `values` themselves, or `values[source]` (int64 [rows]). `experts`: int64 [rows]."""
         ...
 
 
@@ -71,17 +64,24 @@ def use_our_experts(model: PreTrainedModel, implementation: str) -> None:
 
 @contextmanager
 def no_tokens(model: nn.Module) -> Iterator[None]:
-    """Inside the block every experts module is given zeros in place of this rank's rows, before they are exchanged."""
-    handles = [m.register_forward_pre_hook(_zeroed) for m in model.modules() if takes_registry(m)]
+    """Inside the block every experts module is given none of this rank's rows, and adds zeros to them."""
+    shapes: dict[nn.Module, torch.Size] = {}
+
+    def empty(module: nn.Module, arguments: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        shapes[module] = arguments[0].shape
+        return tuple(argument[:0] for argument in arguments)
+
+    def zeros(module: nn.Module, _arguments: object, output: torch.Tensor) -> torch.Tensor:
+        return output.new_zeros(shapes.pop(module))
+
+    experts = [module for module in model.modules() if takes_registry(module)]
+    handles = [module.register_forward_pre_hook(empty) for module in experts]
+    handles += [module.register_forward_hook(zeros) for module in experts]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _zeroed(_module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    return (torch.zeros_like(arguments[0]), *arguments[1:])
 
 
 def kernel_of(module: Any) -> GroupedLinear:
@@ -156,15 +156,14 @@ def choice_outputs(
     if num_live is not None:
         experts, order = experts[:num_live].long(), order[:num_live]
     source = order // k
-    is_token = hidden_states.any(-1)[source] if module._is_expert_parallel else None
     counts = torch.zeros(module.num_experts, dtype=torch.int64, device=experts.device)
     ends = counts.scatter_add_(0, experts, torch.ones_like(experts)).cumsum(0).to(torch.int32)
 
     first = "gate_up_proj" if module.has_gate else "up_proj"
-    rows = _quantized(module, INPUT_QUANTIZER, hidden_states, source, experts, is_token)
+    rows = _quantized(module, INPUT_QUANTIZER, hidden_states, source, experts)
     inner = _product(module, first, rows, ends, experts, kernel)
     inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
-    inner = _quantized(module, DOWN_INPUT_QUANTIZER, inner, None, experts, is_token)
+    inner = _quantized(module, DOWN_INPUT_QUANTIZER, inner, None, experts)
     out = _product(module, "down_proj", inner, ends, experts, kernel)
     if module.has_post_expert_norm:
         out = module.post_expert_norm(out)
@@ -186,17 +185,12 @@ def weighted_sum(outputs: torch.Tensor, weights: torch.Tensor, dtype: torch.dtyp
 
 
 def _quantized(
-    module: nn.Module,
-    name: str,
-    values: torch.Tensor,
-    source: torch.Tensor | None,
-    experts: torch.Tensor,
-    is_token: torch.Tensor | None,
+    module: nn.Module, name: str, values: torch.Tensor, source: torch.Tensor | None, experts: torch.Tensor
 ) -> torch.Tensor:
     quantizer: RowQuantizer | None = module._modules.get(name)  # type: ignore[assignment]
     if quantizer is None:
         return values if source is None else values.index_select(0, source)
-    return quantizer.quantize_rows(values, source, experts, is_token)
+    return quantizer.quantize_rows(values, source, experts)
 
 
 def _product(

@@ -128,27 +128,21 @@ class Quantizer(nn.Module):
             return self._quantized(values, once=True)
         return values
 
-    def quantize_rows(
-        self, values: torch.Tensor, source: torch.Tensor | None, experts: torch.Tensor, is_token: torch.Tensor | None
-    ) -> torch.Tensor:
+    def quantize_rows(self, values: torch.Tensor, source: torch.Tensor | None, experts: torch.Tensor) -> torch.Tensor:
         """The same for rows [rows, in] that belong to `experts` (int64 [rows]): `values`, or `values[source]`.
 
-        Tokens are reduced and rounded before they are copied for each of their experts. `is_token` is given under
-        expert parallelism: rows that are no token are not recorded.
+        Tokens are reduced and rounded before they are copied for each of their experts.
         """
         if self.mode == "observe" and self._pending is not None:
             assert self._seen is not None
             low, high = values.aminmax(dim=-1)
             amax = torch.maximum(high, -low).float()
             amax = amax if source is None else amax[source]
-            if is_token is None:
-                counted = torch.ones_like(amax)
-            else:
-                amax, counted = torch.where(is_token, amax, 0.0), is_token.float()
             place = self._pending.device  # statistics are on one device, layers may be on several
             experts = experts.to(place)
-            self._pending.scatter_reduce_(0, experts, amax.to(place), "amax")
-            self._seen.scatter_add_(0, experts, counted.to(place))
+            amax = amax.to(place)
+            self._pending.scatter_reduce_(0, experts, amax, "amax")
+            self._seen.scatter_add_(0, experts, torch.ones_like(amax))
         elif self.mode == "quantize" and self.is_enabled:
             values = self._quantized(values)
         return values if source is None else values.index_select(0, source)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from tiny import CONFIGS, FUSED_ON_THE_HUB, build
+from tiny import CONFIGS, build
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_ptq.model import experts as ours
@@ -120,31 +120,26 @@ def test_sizes_that_the_grouped_kernel_cannot_take_are_looped(sizes: tuple[int, 
     assert torch.allclose(grouped_linear(rows, weight, ends, None).float(), expected.float(), rtol=1e-2, atol=1e-2)
 
 
-def test_rows_that_are_no_tokens_are_not_recorded_but_a_nan_is() -> None:
+def test_rows_are_recorded_for_their_experts_and_a_nan_stays() -> None:
     quantizer = Quantizer("experts", FORMATS["fp8"], 3)
     amax, rows = torch.zeros(3), torch.zeros(3)
     quantizer.start_observing(amax, rows)
-    values = torch.tensor([[9.0, 1.0], [1.0, -2.0], [float("nan"), 1.0], [0.0, 0.0]])
-    is_token, owner = torch.tensor([False, True, True, True]), torch.tensor([0, 1, 2, 1])
-    assert quantizer.quantize_rows(values, None, owner, is_token) is values
-    assert amax[:2].tolist() == [0, 2]
+    values = torch.tensor([[0.5, 1.0], [1.0, -2.0], [float("nan"), 1.0], [0.0, 0.0]])
+    assert quantizer.quantize_rows(values, None, torch.tensor([0, 1, 2, 1])) is values
+    assert amax[:2].tolist() == [1, 2]
     assert amax[2].isnan()
-    assert rows.tolist() == [0, 2, 1], "the quantizer counts what it is told to count, a row of zeros too"
-    picked = quantizer.quantize_rows(values, torch.tensor([1, 1, 0]), torch.tensor([0, 0, 1]), is_token[[1, 1, 0]])
-    assert picked.tolist() == [[1.0, -2.0], [1.0, -2.0], [9.0, 1.0]]
-    assert (amax[:2].tolist(), rows.tolist()) == ([2, 2], [2, 2, 1])
+    assert rows.tolist() == [1, 2, 1], "a row of zeros is a row"
+    picked = quantizer.quantize_rows(values, torch.tensor([1, 1, 0]), torch.tensor([0, 0, 1]))
+    assert picked.tolist() == [[1.0, -2.0], [1.0, -2.0], [0.5, 1.0]]
+    assert (amax[:2].tolist(), rows.tolist()) == ([2, 2], [3, 3, 1])
 
 
-def expert_parallel(name: str) -> tuple[torch.nn.Module, dict[str, tuple[torch.Tensor, torch.Tensor]]]:
-    """A layer's experts as a rank has them that holds all 8, observed; quantizer -> (amax, rows) of each expert."""
-    class_name, options = (CONFIGS | FUSED_ON_THE_HUB)[name]
-    model = build(name, getattr(transformers, class_name)(**options), torch.float32)
+def observed_layer() -> tuple[torch.nn.Module, dict[str, tuple[torch.Tensor, torch.Tensor]]]:
+    """A layer's 8 experts, observed; quantizer -> (amax, rows) of each expert."""
+    class_name, options = CONFIGS["qwen3_moe"]
+    model = build("qwen3_moe", getattr(transformers, class_name)(**options), torch.float32)
     use_our_experts(model, "eager")
     experts = next(module for module in model.modules() if takes_registry(module))
-    experts._is_expert_parallel = True
-    for leaf, parameter in experts.named_parameters():
-        if leaf.endswith("_bias"):
-            parameter.requires_grad_(False).normal_(std=0.5)
     seen = {}
     for leaf in (ours.INPUT_QUANTIZER, ours.DOWN_INPUT_QUANTIZER):
         seen[leaf] = torch.zeros(8), torch.zeros(8)
@@ -154,31 +149,9 @@ def expert_parallel(name: str) -> tuple[torch.nn.Module, dict[str, tuple[torch.T
     return experts, seen
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 @torch.no_grad()
-def test_under_expert_parallelism_rows_of_zeros_are_no_tokens(name: str) -> None:
-    """Judged by what comes in: with biases a row of zeros is not zero any more at the second product."""
-    experts, seen = expert_parallel(name)
-    hidden = torch.randn(5, 64, generator=torch.Generator().manual_seed(2))
-    hidden[1] = 0.0  # a filler row, or one of a rank that has run out of data
-    hidden[2, 3] = float("nan")
-    choices = torch.tensor([[0], [1], [2], [7], [0]])
-    out = experts(hidden, choices, torch.ones(5, 1))
-    (inputs, rows), (downs, down_rows) = seen.values()
-    assert rows.tolist() == down_rows.tolist() == [2, 0, 1, 0, 0, 0, 0, 1]
-    assert inputs[0] == hidden[[0, 4]].abs().max()
-    assert downs[0] > 0
-    assert inputs[2].isnan()
-    assert downs[2].isnan()
-    for amax in (inputs, downs):
-        assert amax[[1, 3, 4, 5, 6]].tolist() == [0.0] * 5
-    assert bool(out[3].any())
-    assert bool(out[1].any()) == (name == "gpt_oss"), "a row of zeros is computed all the same"
-
-
-@torch.no_grad()
-def test_no_tokens_gives_zeros_to_the_experts_and_ends_with_the_block() -> None:
-    experts, seen = expert_parallel("qwen3_moe")
+def test_no_tokens_gives_no_rows_to_the_experts_and_ends_with_the_block() -> None:
+    experts, seen = observed_layer()
     hidden, choices, weights = torch.randn(3, 64), torch.tensor([[0], [1], [2]]), torch.ones(3, 1)
 
     def fail_in_the_block() -> None:

@@ -31,9 +31,8 @@ def test_the_experts_of_a_rank_are_written_and_no_others() -> None:
     quantizer = Quantizer("experts", FORMATS["nvfp4"], 8, range(2, 5))
     amax, seen = torch.full((8,), 0.5), torch.full((8,), 10.0)
     quantizer.start_observing(amax, seen)
-    values = torch.tensor([[1.0, -3.0], [0.25, 0.0], [2.0, 1.0], [7.0, 8.0]])
-    is_token = torch.tensor([True, True, True, False])
-    quantizer.quantize_rows(values, None, torch.tensor([0, 2, 2, 1]), is_token)  # counted from the first that is here
+    values = torch.tensor([[1.0, -3.0], [0.25, 0.0], [2.0, 1.0]])
+    quantizer.quantize_rows(values, None, torch.tensor([0, 2, 2]))  # counted from the first that is here
     assert amax.tolist() == [0.5, 0.5, 3.0, 0.5, 2.0, 0.5, 0.5, 0.5]
     assert seen.tolist() == [10, 10, 11, 10, 12, 10, 10, 10]
 
@@ -55,7 +54,7 @@ def observed(run: range, dense: slice) -> tuple[dict[str, Quantizer], Statistics
     mine = torch.tensor([owner in run for owner in OWNERS.tolist()])
     for batch in range(0, 40, 10):
         here = torch.arange(40)[mine & (torch.arange(40) // 10 == batch // 10)]
-        quantizers["e.gate_up"].quantize_rows(ROWS[here], None, OWNERS[here] - run.start, torch.ones(len(here)) > 0)
+        quantizers["e.gate_up"].quantize_rows(ROWS[here], None, OWNERS[here] - run.start)
         statistics.commit()
     quantizers["q"](DENSE[dense])
     statistics.commit()

@@ -61,13 +61,14 @@ class TokenExchange(EPImplementation):
         rows = self._exchanged(hidden_states.index_select(0, tokens), tokens_in, tokens_out)
         rows = self._computed(rows, choices, sum(choices_in))
         rows = self._exchanged(rows, choices_out, choices_in)
-        return weighted_sum(rows.index_select(0, places), top_k_weights, hidden_states.dtype)
+        return weighted_sum(rows, places, top_k_weights, hidden_states.dtype)
 
     def _computed(self, rows: torch.Tensor, choices: torch.Tensor, num_choices: int) -> torch.Tensor:
         """Outputs [num_choices, H] of this rank's experts."""
         if num_choices == 0:
             return rows.new_empty(0, rows.shape[1], dtype=self.experts.down_proj.dtype)
-        return choice_outputs(self.experts, rows, choices, kernel_of(self.experts), num_choices)
+        out, places = choice_outputs(self.experts, rows, choices, kernel_of(self.experts), num_choices)
+        return out.index_select(0, places)
 
     def _exchanged(self, rows: torch.Tensor, sizes_in: list[int], sizes_out: list[int]) -> torch.Tensor:
         """The rows for each rank (`sizes_out` of them) go, those from each rank (`sizes_in`) come."""

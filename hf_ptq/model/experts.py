@@ -31,6 +31,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from hf_ptq.quantization.formats import SMALLEST_FUSED, kernels_run_on
+
 INPUT_QUANTIZER = "input_quantizer"
 DOWN_INPUT_QUANTIZER = "down_input_quantizer"
 # What the decorator of transformers sets on every experts module that takes the registry.
@@ -140,16 +142,17 @@ def experts_forward(
     kernel: GroupedLinear,
 ) -> torch.Tensor:
     """What the experts of one layer add: hidden_states [tokens, hidden], choices and weights [tokens, k]."""
-    out = choice_outputs(module, hidden_states, top_k_index, kernel)
-    return weighted_sum(out, top_k_weights, hidden_states.dtype)
+    out, places = choice_outputs(module, hidden_states, top_k_index, kernel)
+    return weighted_sum(out, places, top_k_weights, hidden_states.dtype)
 
 
 def choice_outputs(
     module: Any, hidden_states: torch.Tensor, index: torch.Tensor, kernel: GroupedLinear, num_live: int | None = None
-) -> torch.Tensor:
-    """The unweighted output of every choice, [choices, hidden], in the order of `index` [tokens, k], row by row.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The unweighted output of every choice, [choices, hidden], by expert, and where each choice's is, int64 [choices].
 
-    Ids of `module.num_experts` are no experts here and have no output; `num_live` choices are left, all if None.
+    The choices are those of `index` [tokens, k], row by row. Ids of `module.num_experts` are no experts here and have
+    no output; `num_live` choices are left, all if None.
     """
     k, flat = index.shape[1], index.reshape(-1)
     experts, order = torch.sort(flat, stable=True)
@@ -168,18 +171,24 @@ def choice_outputs(
     if module.has_post_expert_norm:
         out = module.post_expert_norm(out)
 
-    # Back to the order of the choices by the inverse of the sort, in which only those that are left have a place.
-    place = order if num_live is None else ((flat < module.num_experts).cumsum(0) - 1)[order]
-    inverse = torch.empty_like(order).scatter_(0, place, torch.arange(len(order), device=order.device))
-    return out.index_select(0, inverse)
+    # The inverse of the sort, in which only those that are left have a place.
+    choice = order if num_live is None else ((flat < module.num_experts).cumsum(0) - 1)[order]
+    return out, torch.empty_like(order).scatter_(0, choice, torch.arange(len(order), device=order.device))
 
 
-def weighted_sum(outputs: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[tokens, hidden] of `dtype` from the output of every choice, [tokens * k, hidden], which it may write into.
+def weighted_sum(
+    outputs: torch.Tensor, places: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """What experts add, [tokens, hidden] of `dtype`: each token's rows of `outputs` by its weights [tokens, k].
 
-    Summing by reshape is deterministic, index_add is not.
+    `places`: int64 [tokens * k]. Summing by reshape is deterministic, index_add is not. (kernels.py does the same.)
     """
-    out, weights = outputs.view(*weights.shape, outputs.shape[1]), weights[..., None]
+    needs_gradient = torch.is_grad_enabled() and (outputs.requires_grad or weights.requires_grad)
+    if outputs.numel() >= SMALLEST_FUSED and not needs_gradient and kernels_run_on(outputs.device):
+        from hf_ptq.model import kernels
+
+        return kernels.weighted_sum(outputs, places, weights.contiguous(), dtype)
+    out, weights = outputs.index_select(0, places).view(*weights.shape, outputs.shape[1]), weights[..., None]
     out = out.mul_(weights) if out.dtype == weights.dtype else out * weights
     return out.sum(1).to(dtype)
 

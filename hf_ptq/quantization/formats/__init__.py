@@ -64,11 +64,20 @@ def encode(number_format: NumberFormat, weight: torch.Tensor, ranges: Ranges) ->
     return codec.encode_blocks(weight, ranges.amax, ranges.block_amax)
 
 
+@cache
+def kernels_run_on(device: torch.device) -> bool:
+    """True where Triton kernels can be compiled for `device` and launched there."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return False
+    from hf_ptq.quantization.formats import kernels
+
+    return kernels.run_on(device)
+
+
 def fused(name: str, weight: torch.Tensor) -> Fused | None:
     """The kernel that encodes `weight` in one pass, to the same bytes as the codec; None where there is none."""
-    if weight.device.type != "cuda" or weight.numel() < SMALLEST_FUSED or find_spec("triton") is None:
+    if weight.numel() < SMALLEST_FUSED or weight.dim() not in (2, 3) or not kernels_run_on(weight.device):
         return None
     from hf_ptq.quantization.formats import kernels
 
-    usable = weight.dtype in kernels.DTYPES and weight.dim() in (2, 3) and kernels.run_on(weight.device)
-    return kernels.KERNELS.get(name) if usable else None
+    return kernels.KERNELS.get(name) if weight.dtype in kernels.DTYPES else None

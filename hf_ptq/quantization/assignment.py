@@ -354,11 +354,14 @@ def _opaque_experts(
 def _unmatched(
     recipe: Recipe, modules: Mapping[str, nn.Module], places: Mapping[WeightView, Sequence[Place]]
 ) -> list[str]:
-    """Patterns of the recipe that match no module, unless their rule is optional."""
-    every = (*(place for of_view in places.values() for place in of_view), *(Place((name,)) for name in modules))
-    known = Known(every)
-    patterns = dict.fromkeys(pattern for rule in recipe.rules for pattern in rule.unmatched(known))
-    return [f"recipe {recipe.name}: pattern {pattern!r} matches no module" for pattern in patterns]
+    """Patterns and classes of the recipe that fit no module that they could be about, unless their rule is optional."""
+    of_views = tuple(place for of_view in places.values() for place in of_view)
+    stacks = {view.owner for view in places if view.is_stacked}
+    holders = {name for name, module in modules.items() if module._modules or name in stacks}
+    every = (*of_views, *(Place((name,), class_names(module)) for name, module in modules.items()))
+    known = Known(every, frozenset(holders.difference(name for place in of_views for name in place.names)))
+    told = dict.fromkeys(what for rule in recipe.rules for what in rule.unmatched(known))
+    return [f"recipe {recipe.name}: {what}" for what in told]
 
 
 def _reasons(left: Sequence[LeftAlone]) -> str:

@@ -253,6 +253,19 @@ def test_which_rotation_is_ours(rotate: object, said: str) -> None:
     assert phrase(Attributes.model_validate({"num_bits": "e4m3", "rotate": rotate})) == said
 
 
+def test_every_reason_is_told_once(planned: tuple, tmp_path: Path) -> None:
+    """However many layers it is about, so that none is crowded out."""
+    lines = [f'{{quantizer_name: "*{leaf}.weight_quantizer", cfg: {{num_bits: 3}}}}' for leaf in ("q_proj", "o_proj")]
+    recipe = load_recipe(
+        str(entries(tmp_path, OFF, *lines, '{quantizer_name: "*experts*quantizers.3", cfg: {num_bits: e4m3}}'))
+    )
+    with pytest.raises(UserError) as caught:
+        assign(recipe, *planned)
+    said = [str(problem) for problem in caught.value.problems]
+    assert sum("there is no format for this tensor with 3 bits" in line for line in said) == 2
+    assert sum("rules decide otherwise for" in line for line in said) == 1
+
+
 def test_the_library_has_every_piece_of_the_reference() -> None:
     """Names: facts, sections 1.1, 1.4 and 2; every numerics means a format for some tensor."""
     pieces = library()

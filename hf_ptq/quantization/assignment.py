@@ -152,7 +152,7 @@ def _decide(
         what = f"rules decide otherwise for {other.names[0]} than for {view.modules[0]}"
         cure = "servers know all experts of a layer as one: match all of them, or none"
         wrong.setdefault(("experts", *(decision.rule for decision in found.values())), Problem(what, cure))
-    refused = {tensor: decision for tensor, decision in found.items() if decision.reason}
+    refused: dict[Tensor, Decision] = {tensor: decision for tensor, decision in found.items() if decision.reason}
     weight, inputs = found["weight"], found["input"]
     if not (weight.asks or inputs.asks or refused):
         return f"off by {weight.rule}" if weight.rule else "no rule matches"

@@ -204,6 +204,12 @@ def test_a_kv_preset_that_is_unknown() -> None:
         load_kv("../presets/fp8")  # a name, not a path
 
 
+def test_a_kv_preset_of_a_file_is_refused_by_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text('rules:\n  - {pattern: "*", weight: fp8}\nkv_cache: fp9\n')
+    assert f"{path}: kv_cache 'fp9' is not known" in refusal(path)
+
+
 # ---- the presets
 
 

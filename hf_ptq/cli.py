@@ -131,7 +131,10 @@ def to_config(options: Options) -> tuple[RunConfig, list[Problem]]:
             problems.extend(Problem(f"{flag}: {problem.what}", problem.cure) for problem in error.problems)
             return default
 
-    if options.recipe is not None and options.qformat is not None:
+    named = {"--qformat": options.qformat, "--recipe": options.recipe, "--export_fmt": options.export_fmt}
+    empty = [flag for flag, text in named.items() if text is not None and not text.strip()]
+    problems += [Problem(f"{flag} is empty", "give a name that --list shows, or leave it out") for flag in empty]
+    if options.recipe and options.qformat:
         both = f"--recipe {options.recipe} and --qformat {options.qformat} both say what is quantized with what"
         problems.append(Problem(both, "give one of them"))
     export_fmt, found = _export_fmt(options)

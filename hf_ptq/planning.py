@@ -216,7 +216,7 @@ def plan_export(
     )
     files = _json_files(layout, contents, source)
     export = ExportPlan(layout, contents, shards, owners, frozenset(planned.scales), files)
-    for warning in (*assignment.warnings, *layout.warnings(contents)):
+    for warning in (*assignment.warnings, *_idle_algorithm(recipe, assignment), *layout.warnings(contents)):
         report.warn(warning)
     _describe(recipe, assignment, report)
     _tell_names(assignment, layout, report)
@@ -230,6 +230,15 @@ def plan_export(
     )
     refuse_if_any(check_room(config.export_path, export.num_bytes))
     return assignment, export
+
+
+def _idle_algorithm(recipe: Recipe, assignment: Assignment) -> list[str]:
+    """A word on an algorithm that the recipe asks for and that changes no weight."""
+    spec, formats = recipe.algorithm, {q.weight for q in assignment.quantized}
+    if not all(ALGORITHMS[spec.method].passes_over(spec, number_format) for number_format in formats):
+        return []
+    names = ", ".join(sorted(number_format.name for number_format in formats))
+    return [f"the algorithm {spec.method} as set has no range to choose for weights in {names}: they are as by max"]
 
 
 def _json_files(layout: Layout, contents: Contents, source: Source) -> dict[str, dict[str, Any]]:

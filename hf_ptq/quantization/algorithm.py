@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+MAX_CANDIDATES = 1000
+
 
 class Max(BaseModel):
     """The range of a weight, and of an activation, is its largest magnitude."""
@@ -28,8 +30,8 @@ class Mse(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     method: Literal["mse"] = "mse"
-    start_multiplier: float = Field(default=0.25, gt=0)
-    stop_multiplier: float = Field(default=4.0, gt=0)
+    start_multiplier: float = Field(default=0.25, gt=0, allow_inf_nan=False)
+    stop_multiplier: float = Field(default=4.0, gt=0, allow_inf_nan=False)
     step_size: float = Field(default=0.1, gt=0)
     fp8_scale_sweep: bool = False
 
@@ -37,6 +39,8 @@ class Mse(BaseModel):
     def _in_order(self) -> Mse:
         if self.stop_multiplier < self.start_multiplier:
             raise ValueError("stop_multiplier is below start_multiplier")
+        if (self.stop_multiplier - self.start_multiplier) / self.step_size > MAX_CANDIDATES:
+            raise ValueError(f"step_size makes more than {MAX_CANDIDATES} candidates, each a pass over all weights")
         return self
 
     @property

@@ -101,9 +101,10 @@ def assign(
     layer, or it asks for experts that cannot be reached.
     """
     modules = named(model)
-    problems: list[Problem] = []
+    wrong: dict[tuple[str | None, ...], Problem] = {}
     places = places_of(views, modules)
-    decisions = {view: _decide(recipe, view, places[view], modules[view.owner], problems) for view in views}
+    decisions = {view: _decide(recipe, view, places[view], modules[view.owner], wrong) for view in views}
+    problems = list(wrong.values())
     tied = tied or {}
     _leave_tied_alone(decisions, tied)
     groups = _groups(views)
@@ -135,25 +136,36 @@ class _Formats:
 
 
 def _decide(
-    recipe: Recipe, view: WeightView, places: Sequence[Place], owner: nn.Module, problems: list[Problem]
+    recipe: Recipe,
+    view: WeightView,
+    places: Sequence[Place],
+    owner: nn.Module,
+    wrong: dict[tuple[str | None, ...], Problem],
 ) -> _Formats | str:
-    """The formats that the rules come to, or the reason why the view is left alone. `places`: of its modules."""
+    """The formats that the rules come to, or the reason why the view is left alone. `places`: of its modules.
+
+    `wrong` gets what cannot be carried out, once for each rule and reason: its first module stands for all.
+    """
     found: dict[Tensor, Decision] = {tensor: settle(recipe.rules, tensor, places[0]) for tensor in LINEAR}
     other = _decided_otherwise(recipe, places, found)
     if other is not None:
         what = f"rules decide otherwise for {other.names[0]} than for {view.modules[0]}"
-        problems.append(Problem(what, "servers know all experts of a layer as one: match all of them, or none"))
-    wrong = [_impossible(view, tensor, decision) for tensor, decision in found.items() if decision.reason]
+        cure = "servers know all experts of a layer as one: match all of them, or none"
+        wrong.setdefault(("experts", *(decision.rule for decision in found.values())), Problem(what, cure))
+    refused: dict[Tensor, Decision] = {tensor: decision for tensor, decision in found.items() if decision.reason}
     weight, inputs = found["weight"], found["input"]
-    if not (weight.asks or inputs.asks or wrong):
+    if not (weight.asks or inputs.asks or refused):
         return f"off by {weight.rule}" if weight.rule else "no rule matches"
     if not view.is_stacked and kind_of(owner) is not LINEAR_KIND:
         return f"{type(owner).__name__} is no kind that can be quantized"
+    for tensor, decision in refused.items():
+        wrong.setdefault((decision.rule, tensor, decision.reason), _impossible(view, tensor, decision))
     if inputs.asks and not weight.asks:
         what = f"{inputs.rule} quantizes the input of {view.modules[0]} and nothing its weight"
-        wrong.append(Problem(what, "no server quantizes activations only: give the weight a format too"))
-    problems += wrong
-    if wrong or weight.format is None:
+        cure = "no server quantizes activations only: give the weight a format too"
+        wrong.setdefault((inputs.rule, "input"), Problem(what, cure))
+        return "refused"
+    if refused or weight.format is None:
         return "refused"
     name = BESIDE.get((weight.format, inputs.format or ""), weight.format)
     return _Formats(FORMATS[name], FORMATS[inputs.format] if inputs.format else None, _label(weight, inputs))
@@ -354,11 +366,14 @@ def _opaque_experts(
 def _unmatched(
     recipe: Recipe, modules: Mapping[str, nn.Module], places: Mapping[WeightView, Sequence[Place]]
 ) -> list[str]:
-    """Patterns of the recipe that match no module, unless their rule is optional."""
-    every = (*(place for of_view in places.values() for place in of_view), *(Place((name,)) for name in modules))
-    known = Known(every)
-    patterns = dict.fromkeys(pattern for rule in recipe.rules for pattern in rule.unmatched(known))
-    return [f"recipe {recipe.name}: pattern {pattern!r} matches no module" for pattern in patterns]
+    """Patterns and classes of the recipe that fit no module that they could be about, unless their rule is optional."""
+    of_views = tuple(place for of_view in places.values() for place in of_view)
+    stacks = {view.owner for view in places if view.is_stacked}
+    holders = {name for name, module in modules.items() if module._modules or name in stacks}
+    every = (*of_views, *(Place((name,), class_names(module)) for name, module in modules.items()))
+    known = Known(every, frozenset(holders.difference(name for place in of_views for name in place.names)))
+    told = dict.fromkeys(what for rule in recipe.rules for what in rule.unmatched(known))
+    return [f"recipe {recipe.name}: {what}" for what in told]
 
 
 def _reasons(left: Sequence[LeftAlone]) -> str:

@@ -47,6 +47,7 @@ MEANING: dict[str, dict[Role, str]] = {
 }
 # A weight's format that depends on the input's: its block scales leave room for the product's own scale.
 BESIDE: dict[tuple[str, str], str] = {("nvfp4_block32", "fp8"): "nvfp4_block32_fp8"}
+LAST_DIMS = ((-1,), (-2, -1))
 WORDS: dict[Tensor, str] = {"output": "output of a linear", "q": "query", "p": "attention probability"}
 
 
@@ -73,6 +74,13 @@ class Attributes(BaseModel):
     backend_extra_args: dict[str, Any] | None = None
     use_constant_amax: bool = False
     constant_amax: float | None = None
+
+    @field_validator("enable")
+    @classmethod
+    def _on(cls, value: bool) -> bool:
+        if not value:
+            raise ValueError("the entry turns its quantizers on or off: write enable beside quantizer_name")
+        return value
 
     @field_validator("num_bits", mode="before")
     @classmethod
@@ -113,15 +121,27 @@ def phrase(attributes: Attributes) -> str:
     parts += ["constant range"] if attributes.use_constant_amax else []
     parts += [f"constant range {attributes.constant_amax:g}"] if attributes.constant_amax is not None else []
     parts += ["bias"] if attributes.bias else []
-    parts += ["rotated"] if attributes.rotate else []
+    parts += _rotation(attributes.rotate)
     parts += [word for word in ("unsigned", "narrow_range") if getattr(attributes, word)]
     parts += [f"calibrator {attributes.calibrator}"] if attributes.calibrator != "max" else []
     parts += [f"backend {attributes.backend}"] if attributes.backend else []
     return ", ".join(parts)
 
 
+def _rotation(rotate: bool | Mapping[str, Any]) -> list[str]:
+    """The rotation in words; its precision changes nothing that is stored, any other setting is another rotation."""
+    if isinstance(rotate, bool):
+        return ["rotated"] if rotate else []
+    settings = {key: value for key, value in rotate.items() if key not in ("enable", "rotate_fp32") and value}
+    if settings.get("mode") == "rotate":
+        del settings["mode"]
+    if not rotate.get("enable"):  # off unless said
+        return []
+    return ["rotated" + "".join(f", {key} {value}" for key, value in settings.items())]
+
+
 def _blocks(sizes: Mapping[int | str, Any], is_dynamic: bool) -> list[str]:
-    """The blocks in words; -1 is the last dimension, a size of None the whole of it."""
+    """The blocks in words; -1 is the last dimension, a size of None the whole of it. Others than the last are named."""
     dims = {key: size for key, size in sizes.items() if isinstance(key, int)}
     rest = {key: value for key, value in sizes.items() if not isinstance(key, int)}
     at_run_time = is_dynamic or rest.pop("type", "static") == "dynamic"
@@ -129,8 +149,10 @@ def _blocks(sizes: Mapping[int | str, Any], is_dynamic: bool) -> list[str]:
     over_six = rest.pop("four_over_six", False)
     if dims == {-1: None}:
         parts = ["each row"]
-    elif dims:
+    elif tuple(sorted(dims)) in (*LAST_DIMS, (0, 1)):
         parts = ["blocks " + "x".join(str(dims[key]) for key in sorted(dims))]
+    elif dims:
+        parts = ["blocks " + " and ".join(f"of {size} along dimension {key}" for key, size in sorted(dims.items()))]
     else:
         parts = ["the tensor"] if is_dynamic else []
     if parts and at_run_time:

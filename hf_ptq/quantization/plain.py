@@ -147,10 +147,11 @@ def _unreachable(recipe: Recipe, modules: dict[str, nn.Module]) -> Iterator[Prob
 
 
 def _unmatched(recipe: Recipe, modules: dict[str, nn.Module]) -> list[str]:
-    known = Known(tuple(_place(name, module) for name, module in modules.items()))
+    holders = frozenset(name for name, module in modules.items() if module._modules and kind_of(module) is None)
+    known = Known(tuple(_place(name, module) for name, module in modules.items()), holders)
     return [
-        f"recipe {recipe.name}: pattern {pattern!r} matches no module"
+        f"recipe {recipe.name}: {what}"
         for rule in recipe.rules
         if not rule.speaks_of.isdisjoint(LINEAR)
-        for pattern in rule.unmatched(known)
+        for what in rule.unmatched(known)
     ]

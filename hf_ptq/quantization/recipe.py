@@ -121,8 +121,8 @@ def load_recipe(recipe: str | Mapping[str, Any], is_plain: bool = False) -> Reci
     return _load(path, [] if path.is_dir() else read_documents(path)[0], is_plain)
 
 
-def load_kv(name: str) -> tuple[AnyRule, ...]:
-    """The rules of a KV-cache preset; empty for `none`. Raises `UserError` for an unknown name."""
+def load_kv(name: str, where: str = "--kv_cache_qformat") -> tuple[AnyRule, ...]:
+    """The rules of a KV-cache preset; empty for `none`. Raises `UserError` for an unknown name, saying `where`."""
     if name == "none":
         return ()
     path = RECIPES_DIR / "kv" / f"{name}.yaml"
@@ -130,7 +130,7 @@ def load_kv(name: str) -> tuple[AnyRule, ...]:
         return _load(path, read_documents(path)[0]).rules
     names = [preset for preset, _ in list_kv_presets()]
     near = difflib.get_close_matches(name, names, 3, 0.4)
-    raise UserError(Problem(f"--kv_cache_qformat {name!r} is not known", f"nearest: {', '.join(near or names)}"))
+    raise UserError(Problem(f"{where} {name!r} is not known", f"nearest: {', '.join(near or names)}"))
 
 
 def list_presets() -> list[tuple[str, str]]:
@@ -197,7 +197,7 @@ def _load(path: Path, documents: list[Any], is_plain: bool = False) -> Recipe:
     if not recipe.rules:
         raise UserError(Problem(f"{path}: the recipe has no rules", "add rules that give formats to modules"))
     if recipe.kv_cache is not None:
-        load_kv(recipe.kv_cache)  # an unknown name is refused now
+        load_kv(recipe.kv_cache, f"{path}: kv_cache")  # an unknown name is refused now
     return recipe
 
 

@@ -59,14 +59,25 @@ class Place:
 
 @dataclass(frozen=True)
 class Known:
-    """All places of a model, by their names."""
+    """All places of a model, by their names. `holders`: those that only hold other modules, and no weight."""
 
     places: tuple[Place, ...]
+    holders: frozenset[str] = frozenset()
 
     @cached_property
     def names(self) -> tuple[str, ...]:
         """Every name of a module."""
         return tuple(dict.fromkeys(name for place in self.places for name in place.names))
+
+    @cached_property
+    def with_weights(self) -> tuple[str, ...]:
+        """The names that a rule on linears can be about."""
+        return tuple(name for name in self.names if name not in self.holders)
+
+    @cached_property
+    def classes(self) -> frozenset[str]:
+        """The classes of all modules, and their bases."""
+        return frozenset(name for place in self.places for name in place.classes)
 
     @cached_property
     def quantizers(self) -> tuple[str, ...]:
@@ -181,8 +192,20 @@ class Rule(BaseModel):
         return Said(rule, enable=chosen is not None, format=chosen, mla=self.mla)
 
     def unmatched(self, known: Known) -> list[str]:
-        """The patterns that fit no module, where that is worth telling."""
-        return [] if self.optional else _fitting_nothing(self.pattern, known.names)
+        """What of the rule fits nothing, in words, where that is worth telling."""
+        if self.optional:
+            return []
+        nothing = _fitting_nothing(self.pattern, known.names)
+        holders = [] if "k" in self.speaks_of else _fitting_nothing(self.pattern, known.with_weights)
+        return [
+            *_no_module(nothing),
+            *(
+                f"pattern {pattern!r} matches only modules that hold others; what is in them matches '{pattern}.*'"
+                for pattern in holders
+                if pattern not in nothing
+            ),
+            *_no_class(self.parent_class, known),
+        ]
 
     def without_cache(self) -> Rule | None:
         """The rule as far as it is about linears."""
@@ -232,8 +255,10 @@ class QuantizerRule:
         return tensor not in place.in_a_list and bool(set(self.parent_class) & set(place.classes))
 
     def unmatched(self, known: Known) -> list[str]:
-        """The patterns that fit no quantizer, where that is worth telling."""
-        return [] if self.optional else _fitting_nothing(self.pattern, known.quantizers)
+        """What of the entry fits nothing, in words, where that is worth telling."""
+        if self.optional:
+            return []
+        return [*_no_module(_fitting_nothing(self.pattern, known.quantizers)), *_no_class(self.parent_class, known)]
 
     def without_cache(self) -> QuantizerRule | None:
         """The entry as far as it is about linears."""
@@ -300,6 +325,14 @@ def matching(patterns: tuple[str, ...], names: Iterable[str]) -> str | None:
 
 def _fitting_nothing(patterns: tuple[str, ...], names: tuple[str, ...]) -> list[str]:
     return [pattern for pattern in patterns if not any(map(_compiled((pattern,)).match, names))]
+
+
+def _no_module(patterns: Iterable[str]) -> list[str]:
+    return [f"pattern {pattern!r} matches no module" for pattern in patterns]
+
+
+def _no_class(classes: Iterable[str], known: Known) -> list[str]:
+    return [f"no module is of the class {name!r}" for name in classes if name not in known.classes]
 
 
 @lru_cache(maxsize=4096)

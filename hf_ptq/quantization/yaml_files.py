@@ -8,17 +8,33 @@ from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from yaml.error import MarkedYAMLError
 
 from hf_ptq.errors import Problem, UserError
 
 Model = TypeVar("Model", bound=BaseModel)
 
 
+class _Loader(yaml.SafeLoader):
+    """PyYAML takes the last of two equal keys in silence; here they are an error."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """A mapping as written; keys that `<<` merges in later may be said again beside it."""
+        node = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise MarkedYAMLError(problem=f"the key {key.value!r} is there twice", problem_mark=key.start_mark)
+                seen.add(key.value)
+        return node
+
+
 def read_documents(path: Path) -> tuple[list[Any], str]:
     """The documents of a YAML file, and its text. Raises UserError where it is no YAML or cannot be read."""
     try:
         text = path.read_text(encoding="utf-8")
-        return list(yaml.safe_load_all(text)), text
+        return list(yaml.load_all(text, _Loader)), text
     except (yaml.YAMLError, ValueError, TypeError) as error:
         if isinstance(error, UnicodeDecodeError):
             raise UserError(Problem(f"{path} cannot be read as text: {error}", "give a YAML file in UTF-8")) from error

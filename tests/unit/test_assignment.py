@@ -129,6 +129,28 @@ def test_parent_class_narrows_a_rule(plan: Callable[[str], Planned]) -> None:
     assert reasons(found)["lm_head"] == "off by * in Linear"
 
 
+@pytest.mark.parametrize("model", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize(
+    ("rule", "told"),
+    [
+        (Rule(pattern=("*.experts",), enable=False), "pattern '*.experts' matches only modules that hold others"),
+        (Rule(pattern=("*.self_attn",), weight="nvfp4"), "what is in them matches '*.self_attn.*'"),
+        (Rule(pattern=("*",), parent_class=("Linaer",), enable=False), "no module is of the class 'Linaer'"),
+    ],
+)
+def test_a_rule_that_can_be_about_no_weight_is_told(
+    model: str, rule: Rule, told: str, plan: Callable[[str], Planned]
+) -> None:
+    found = give(plan(model), Rule(pattern=("*_proj", "*.w?"), weight="fp8", optional=True), rule)
+    assert [told in warning for warning in found.warnings] == [True]
+    assert {s[0] for s in schemes(found).values()} == {"fp8"}, "it decided nothing"
+    assert give(plan(model), ALL_FP8, rule.model_copy(update={"optional": True})).warnings == ()
+
+
+def test_a_rule_on_keys_and_values_names_attention(plan: Callable[[str], Planned]) -> None:
+    assert give(plan("llama"), ALL_FP8, Rule(pattern=("*.self_attn",), k="fp8", v="fp8")).warnings == ()
+
+
 def test_parent_class_sees_base_classes() -> None:
     class Mine(nn.Linear):
         """A subclass that no table lists."""
@@ -303,6 +325,8 @@ def test_a_pattern_that_matches_nothing_is_a_warning(plan: Callable[[str], Plann
     assert found.warnings == (
         "recipe mine: pattern '*expertz*' matches no module",
         "recipe mine: pattern '*visual*' matches no module",
+        "recipe mine: pattern 'model.layers.1.self_attn' matches only modules that hold others; "
+        "what is in them matches 'model.layers.1.self_attn.*'",
     )
 
 

@@ -231,6 +231,9 @@ def test_all_problems_of_a_request_come_at_once(capsys, source, tmp_path, monkey
     ("changed", "named"),
     [
         (["--qformat", "nvfp5"], "nearest: nvfp4"),
+        (["--qformat", ""], "--qformat is empty"),  # as from a script's variable that is not set
+        (["--recipe", ""], "--recipe is empty"),
+        (["--export_fmt", ""], "--export_fmt is empty"),
         (["--calib_size", "0"], "--calib_size 0"),
         (["--calib_size", "1,2,3", "--dataset", "pydoc,c4"], "3 numbers"),
         (["--dataset", "cnn_dayly"], "cnn_dailymail"),

@@ -17,7 +17,7 @@ from hf_ptq.model.views import weight_views
 from hf_ptq.quantization.algorithm import Max, Mse
 from hf_ptq.quantization.assignment import assign
 from hf_ptq.quantization.modelopt_imports import library
-from hf_ptq.quantization.numerics import Attributes, meaning
+from hf_ptq.quantization.numerics import Attributes, meaning, phrase
 from hf_ptq.quantization.places import places_of
 from hf_ptq.quantization.recipe import Recipe, load_recipe
 from hf_ptq.quantization.rules import ATTENTION, LINEAR, Place, settle
@@ -165,6 +165,7 @@ def refusal(path: Path) -> str:
         ("{quantizer_nam: x, enable: true}", "did you mean 'quantizer_name'?"),
         ("{quantizer_name: x, cfg: {num_bit: 8}}", "num_bit"),
         ("{quantizer_name: x, cfg: {num_bits: e9m9}}", "'e9m9' is no number of bits"),
+        ("{quantizer_name: x, cfg: {num_bits: e4m3, enable: false}}", "write enable beside quantizer_name"),
         ("{$import: nowhere}", "$import 'nowhere' is not among the imports (none)"),
         ("{quantizer_name: x, cfg: {$import: nowhere}}", "quantize.quant_cfg[1].cfg: $import 'nowhere'"),
         ("3", "quant_cfg[1]"),
@@ -219,6 +220,7 @@ def test_a_directory_without_its_files(tmp_path: Path) -> None:
         ),
         ('{quantizer_name: "*weight_quantizer", cfg: {num_bits: e4m3, unsigned: true}}', "with e4m3, unsigned"),
         ('{quantizer_name: "*weight_quantizer", cfg: {num_bits: e4m3, rotate: true}}', "with e4m3, rotated"),
+        ('{quantizer_name: "*weight_quantizer", cfg: {num_bits: 4, block_sizes: {0: 128}}}', "128 along dimension 0"),
         ('{quantizer_name: "*input_quantizer", cfg: {num_bits: e4m3, constant_amax: 448}}', "constant range 448"),
         ('{quantizer_name: "*weight_quantizer", enable: false}', "nothing its weight"),
         ('{quantizer_name: "*experts*quantizers.3", enable: false}', "rules decide otherwise for"),
@@ -235,6 +237,33 @@ def test_what_cannot_be_carried_out_is_refused_where_some_module_is_to_have_it(
     nobodys = line.replace("*", "*nobodys*", 1)
     found = assign(load_recipe(str(entries(tmp_path, OFF, W8, inputs, nobodys))), *planned)
     assert len(found.warnings) == ("enable: false" not in line), "a pattern that fits nothing is told"
+
+
+@pytest.mark.parametrize(
+    ("rotate", "said"),
+    [
+        (True, "e4m3, rotated"), ({"enable": True, "rotate_fp32": True}, "e4m3, rotated"),
+        ({"enable": True, "mode": "rotate", "block_size": None}, "e4m3, rotated"), (False, "e4m3"),
+        ({"enable": False, "mode": "rotate"}, "e4m3"),
+        ({"enable": True, "block_size": 16}, "e4m3, rotated, block_size 16"),
+        ({"enable": True, "mode": "rotate_back"}, "e4m3, rotated, mode rotate_back"),
+    ],
+)  # fmt: skip
+def test_which_rotation_is_ours(rotate: object, said: str) -> None:
+    assert phrase(Attributes.model_validate({"num_bits": "e4m3", "rotate": rotate})) == said
+
+
+def test_every_reason_is_told_once(planned: tuple, tmp_path: Path) -> None:
+    """However many layers it is about, so that none is crowded out."""
+    lines = [f'{{quantizer_name: "*{leaf}.weight_quantizer", cfg: {{num_bits: 3}}}}' for leaf in ("q_proj", "o_proj")]
+    recipe = load_recipe(
+        str(entries(tmp_path, OFF, *lines, '{quantizer_name: "*experts*quantizers.3", cfg: {num_bits: e4m3}}'))
+    )
+    with pytest.raises(UserError) as caught:
+        assign(recipe, *planned)
+    said = [str(problem) for problem in caught.value.problems]
+    assert sum("there is no format for this tensor with 3 bits" in line for line in said) == 2
+    assert sum("rules decide otherwise for" in line for line in said) == 1
 
 
 def test_the_library_has_every_piece_of_the_reference() -> None:

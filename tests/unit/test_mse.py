@@ -6,14 +6,16 @@ import pytest
 import torch
 
 from hf_ptq.model.views import WeightView
-from hf_ptq.quantization.algorithm import Mse, read_algorithm
+from hf_ptq.planning import _idle_algorithm
+from hf_ptq.quantization.algorithm import Max, Mse, read_algorithm
 from hf_ptq.quantization.algorithms import ALGORITHMS, mse
-from hf_ptq.quantization.assignment import QuantizedWeight
+from hf_ptq.quantization.assignment import Assignment, QuantizedWeight
 from hf_ptq.quantization.formats import codecs, encode
 from hf_ptq.quantization.formats.description import FORMATS
 from hf_ptq.quantization.formats.nvfp4 import E2M1_MAX, global_scale
 from hf_ptq.quantization.formats.ranges import Ranges, block_amax
 from hf_ptq.quantization.ranges import weight_ranges
+from hf_ptq.quantization.recipe import Recipe
 
 WEIGHT_FORMATS = [name for name, fmt in FORMATS.items() if "weight" in fmt.roles]
 SEARCHED = [name for name in WEIGHT_FORMATS if not FORMATS[name].is_dynamic]
@@ -170,6 +172,40 @@ def test_the_search_needs_little_memory(monkeypatch: pytest.MonkeyPatch) -> None
     assert q.weight.name == "int4_block128"
 
 
+@pytest.mark.parametrize(
+    ("spec", "passed_over"),
+    [
+        (PLAIN, {"mxfp4", "mxfp8", "mxfp6", "mxint8"}),
+        (SWEEP, {"mxfp4", "mxfp8", "mxfp6", "mxint8", "fp8", "nvfp4", "nvfp4_block32", "int8_per_channel", "fp8_2d"}),
+    ],
+)
+def test_formats_that_have_no_range_to_choose(spec: Mse, passed_over: set[str]) -> None:
+    """What is said to be passed over is as by max calibration; what is not has another range somewhere."""
+    names = ("mxfp4", "mxfp8", "mxfp6", "mxint8", "fp8", "nvfp4", "nvfp4_block32", "int8_per_channel", "fp8_2d")
+    assert {n for n in names if ALGORITHMS["mse"].passes_over(spec, FORMATS[n])} == passed_over
+    for name in (*names, "nvfp4_static"):
+        weights = {quantized("m", name, (128, 128)): heavy(128, 128)}
+        (chosen,), (plain,) = search(spec, weights).values(), ALGORITHMS["max"].weight_ranges(Max(), weights).values()
+        same = torch.equal(chosen.amax, plain.amax) and chosen.block_amax is None
+        assert same == (name in passed_over), name
+
+
+@pytest.mark.parametrize(
+    ("spec", "names", "idle"),
+    [
+        (PLAIN, ("mxfp8",), "the algorithm mse as set has no range to choose for weights in mxfp8: they are as by max"),
+        (SWEEP, ("nvfp4", "fp8"), "for weights in fp8, nvfp4"),
+        (SWEEP, ("nvfp4_static", "fp8"), None),
+        (PLAIN, ("mxfp8", "fp8"), None),
+        (Max(), ("mxfp8",), None),
+    ],
+)
+def test_an_algorithm_that_changes_nothing_is_told(spec: Mse | Max, names: tuple[str, ...], idle: str | None) -> None:
+    found = tuple(quantized(f"m{i}", name, (128, 128)) for i, name in enumerate(names))
+    told = _idle_algorithm(Recipe("mine", "", (), spec), Assignment(found, (), None, ()))
+    assert [idle in line for line in told] == ([True] if idle else [])
+
+
 # ---- what a recipe says
 
 
@@ -201,6 +237,8 @@ def test_multipliers_include_both_ends() -> None:
         ({"method": "mse", "step": 1}, "step: Extra inputs are not permitted"),
         ({"method": "mse", "step_size": 0}, "step_size: Input should be greater than 0"),
         ({"method": "mse", "stop_multiplier": 0.1}, "stop_multiplier is below start_multiplier"),
+        ({"method": "mse", "stop_multiplier": float("inf")}, "stop_multiplier: Input should be a finite number"),
+        ({"method": "mse", "step_size": 1e-7}, "step_size makes more than 1000 candidates"),
         (3, "give the name of an algorithm"),
     ],
 )

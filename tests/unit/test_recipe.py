@@ -137,10 +137,22 @@ def test_a_circle_is_seen_from_a_relative_path(tmp_path: Path, monkeypatch: pyte
     assert said.count("the files import each other") == 1
 
 
+def test_what_an_anchor_merges_in_may_be_said_again(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        'rules:\n  - &a {pattern: "*q", weight: fp8}\n  - &b {<<: *a, pattern: "*k"}\n  - {<<: *b, weight: nvfp4}\n'
+    )
+    assert [(r["pattern"], r["weight"]) for r in load_recipe(str(path)).as_dict()["rules"]] == [
+        (["*q"], "fp8"), (["*k"], "fp8"), (["*k"], "nvfp4"),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [
         ("rules: [", "is not valid YAML"),
+        ("rules: []\nalgorithm: max\nrules: []\n", "the key 'rules' is there twice"),
+        ('rules:\n  - {pattern: "*", weight: fp8, weight: nvfp4}\n', "the key 'weight' is there twice"),
         ("- a\n- b\n", "a recipe is a mapping"),
         ("", "a recipe is a mapping"),
         ("description: x\n", "the recipe has no rules"),
@@ -190,6 +202,12 @@ def test_a_kv_preset_that_is_unknown() -> None:
         load_kv("fp8_csat")
     with pytest.raises(UserError, match="is not known"):
         load_kv("../presets/fp8")  # a name, not a path
+
+
+def test_a_kv_preset_of_a_file_is_refused_by_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text('rules:\n  - {pattern: "*", weight: fp8}\nkv_cache: fp9\n')
+    assert f"{path}: kv_cache 'fp9' is not known" in refusal(path)
 
 
 # ---- the presets

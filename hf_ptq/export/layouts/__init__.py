@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from hf_ptq.errors import Problem, refuse_if_any
 from hf_ptq.export.layouts import compressed_tensors, fakequant, fp8_blocks, modelopt
 from hf_ptq.export.layouts.layout import Contents, Layout, Scheme
+from hf_ptq.quantization.formats.description import FORMATS
 
 LAYOUTS: dict[str, Layout] = {
     layout.name: layout for layout in (modelopt.LAYOUT, compressed_tensors.LAYOUT, fp8_blocks.LAYOUT, fakequant.LAYOUT)
@@ -25,8 +26,11 @@ def _inexpressible(layout: Layout, contents: Contents) -> Iterator[Problem]:
     for scheme in sorted({*contents.schemes.values()}, key=str):
         if layout.storage(scheme) is None:
             able = ", ".join(other.name for other in LAYOUTS.values() if other.storage(scheme) is not None)
-            what = f"the layout {layout.name} has no name for weights in {scheme[0]} with inputs in {scheme[1]}"
-            yield Problem(what, f"--export_fmt can be {able}")
+            module = next(name for name, found in contents.schemes.items() if found == scheme)
+            what = f"the layout {layout.name} has no name for weights in {scheme[0]} with inputs {_inputs(scheme[1])}"
+            others = [inputs for inputs in (None, *FORMATS) if layout.storage((scheme[0], inputs)) is not None]
+            known = f", or give inputs {' or '.join(map(_inputs, others))}" if others else ""
+            yield Problem(f"{what} ({module} ...)", f"--export_fmt can be {able}{known}")
     if contents.joined and not layout.joins_experts:
         able = ", ".join(other.name for other in LAYOUTS.values() if other.joins_experts)
         what = f"the layout {layout.name} has no names for experts in one tensor ({contents.joined[0]})"
@@ -37,6 +41,10 @@ def _inexpressible(layout: Layout, contents: Contents) -> Iterator[Problem]:
         yield Problem(
             f"the layout {layout.name} cannot hold {reason}", f"--kv_cache_qformat none, or --export_fmt {able}"
         )
+
+
+def _inputs(inputs: str | None) -> str:
+    return f"in {inputs}" if inputs else "as they are"
 
 
 __all__ = ["LAYOUTS", "Contents", "Layout", "Scheme", "refuse_inexpressible"]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from hf_ptq.quantization.algorithm import AlgorithmSpec
 from hf_ptq.quantization.assignment import QuantizedWeight
+from hf_ptq.quantization.formats.description import NumberFormat
 from hf_ptq.quantization.formats.ranges import Ranges
 from hf_ptq.quantization.quantizer import Quantizer
 from hf_ptq.quantization.ranges import Weights
@@ -20,6 +21,7 @@ class Algorithm:
     `finish` returns warnings and raises RunError where a range cannot be had. `weight_ranges`: the ranges of some
     weights, among them all members of a fused group or none, by the settings of the recipe. `plan_safe`: what it needs
     can be had from ranks that see a part of the data and hold a part of the model, and a test has shown it.
+    `passes_over`: weights of this format have no range that the settings let it choose; they are as by max.
     """
 
     statistics: Callable[[Mapping[str, Quantizer]], list[StatisticSpec]]
@@ -27,3 +29,4 @@ class Algorithm:
     finish: Callable[[Mapping[str, Quantizer], Statistics], list[str]]
     weight_ranges: Callable[[AlgorithmSpec, Weights], dict[QuantizedWeight, Ranges]]
     plan_safe: bool = False
+    passes_over: Callable[[AlgorithmSpec, NumberFormat], bool] = lambda _spec, _format: False

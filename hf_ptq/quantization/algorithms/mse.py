@@ -39,13 +39,13 @@ def _ranges_of(spec: AlgorithmSpec, weights: Weights) -> dict[QuantizedWeight, R
     groups: dict[str, list[QuantizedWeight]] = {}
     for weight, tensor in weights.items():
         number_format = weight.weight
-        if number_format.is_dynamic:
+        if _passes_over(spec, number_format):
             continue
         if number_format.has_chosen_blocks:
             ranges[weight] = _chosen_blocks(spec, number_format, tensor, ranges[weight])
-        elif not spec.fp8_scale_sweep and number_format.is_shared:
+        elif number_format.is_shared:
             groups.setdefault(weight.group, []).append(weight)
-        elif not spec.fp8_scale_sweep:
+        else:
             ranges[weight] = _chosen_parts(spec, number_format, tensor, ranges[weight])
     for members in groups.values():
         chosen = _of_group(spec, {q: (weights[q], ranges[q]) for q in members})
@@ -53,12 +53,18 @@ def _ranges_of(spec: AlgorithmSpec, weights: Weights) -> dict[QuantizedWeight, R
     return ranges
 
 
+def _passes_over(spec: AlgorithmSpec, number_format: NumberFormat) -> bool:
+    """True where there is no range to choose: it is computed from the block itself, or the sweep is for others."""
+    assert isinstance(spec, Mse)
+    if number_format.is_dynamic or not spec.fp8_scale_sweep:
+        return number_format.is_dynamic
+    return not number_format.has_chosen_blocks or codecs()[number_format.name].scale_sweep is None
+
+
 def _chosen_blocks(spec: Mse, number_format: NumberFormat, weight: torch.Tensor, ranges: Ranges) -> Ranges:
     """Formats with chosen block scales under a global one: the ranges of the blocks."""
     codec = codecs()[number_format.name]
     own = block_amax(weight, number_format.input_multiple)
-    if spec.fp8_scale_sweep and codec.scale_sweep is None:
-        return ranges
     for index in _parts(weight, number_format):
         part, amax = weight[index], ranges.of_part(number_format, index).amax
         if spec.fp8_scale_sweep and codec.scale_sweep is not None:
@@ -138,4 +144,4 @@ def _parts(weight: torch.Tensor, number_format: NumberFormat) -> Iterator[tuple[
     return parts(tuple(weight.shape), elements, number_format.row_step)
 
 
-MSE = replace(MAX, weight_ranges=_ranges_of)
+MSE = replace(MAX, weight_ranges=_ranges_of, passes_over=_passes_over)

@@ -32,7 +32,7 @@ NOT_BUILT: dict[str, str] = {
     ),
     "--awq_block_size": "AWQ is missing; use --qformat w4a16_nvfp4 for 4-bit weights",
     "--calib_with_images": "calibration is by text; give text to --dataset",
-    "--cast_mxfp4_to_nvfp4": "use --qformat nvfp4, which quantizes the dequantized weights",
+    "--cast_mxfp4_to_nvfp4": "quantized sources are not read; give a bf16 copy, and --qformat nvfp4",
     "--cpu_offload": "use --max_cpu_memory_gb for a model beyond the GPU's memory",
     "--inference_pipeline_parallel": "leave it out; servers split the checkpoint when they load it",
     "--inference_tensor_parallel": "leave it out; servers split the checkpoint when they load it",

@@ -19,7 +19,7 @@ from tiny import save_tiny_vision
 
 from hf_ptq.quantization.recipe import RECIPES_DIR
 
-MOE = (("qwen3_moe", "deepseek_v3"), pytest.param(("mixtral", "glm4_moe", "minimax_m2"), marks=pytest.mark.slow))
+MOE = (("qwen3_moe", "deepseek_v3"), ("mixtral", "glm4_moe", "minimax_m2"))  # for two workers
 # Name -> (ranks, options).
 MOE_PLANS: dict[str, tuple[int, dict]] = {
     "fsdp2 without a launcher": (0, {"use_fsdp2": True}),
@@ -82,7 +82,7 @@ DATA_FREE = {
 }
 
 
-@pytest.mark.parametrize("names", MOE, ids=str)
+@pytest.mark.parametrize("names", MOE, ids="+".join)
 def test_experts(names, tiny, token_rows, tmp_path, check_export):
     sources = [tiny(name) for name in names]
     compare(sources, MOE_PLANS, CALIBRATED, tmp_path, check_export, datasets=[str(token_rows)])

@@ -17,7 +17,6 @@ from hf_ptq.quantization.recipe import list_presets, load_recipe
 pytestmark = pytest.mark.demo
 EXPERTS_ONLY = ("nvfp4_experts_only",)
 PRESETS = [name for name, _ in list_presets() if name not in (*EXPERTS_ONLY, "nvfp4")]
-QUICK = ("fp8", "int8_weight_only", "fp8_per_channel_per_token", "mxfp8", "w4a16_nvfp4", "int4_blockwise_weight_only")
 LEAST_DB = {"fp8": 30, "fp8_per_channel_per_token": 30, "int8_weight_only": 35, "mxfp8": 30, "mxint8": 35, "mxfp6": 24}
 # Others with 4 bits: 18.
 LEAST_DB |= dict.fromkeys(("mxfp4", "mxfp4_mlp_weight_only", "w4a8_mxfp4_fp8", "int4_blockwise_weight_only"), 15)
@@ -63,7 +62,7 @@ def test_the_readmes_command(tmp_path: Path, source: Path, check_export: Callabl
     assert all(row["worst dB"] > 18 for row in report["signal_to_noise"].values())
 
 
-@pytest.mark.parametrize("preset", [p if p in QUICK else pytest.param(p, marks=pytest.mark.slow) for p in PRESETS])
+@pytest.mark.parametrize("preset", PRESETS)
 def test_other_presets(
     preset: str, source: Path, quantize: Callable[..., Path], check_export: Callable[..., None]
 ) -> None:

@@ -183,8 +183,9 @@ def weighted_sum(
 
     `places`: int64 [tokens * k]. Summing by reshape is deterministic, index_add is not. (kernels.py does the same.)
     """
-    needs_gradient = torch.is_grad_enabled() and (outputs.requires_grad or weights.requires_grad)
-    if outputs.numel() >= SMALLEST_FUSED and not needs_gradient and kernels_run_on(outputs.device):
+    needs_torch = torch.is_grad_enabled() and (outputs.requires_grad or weights.requires_grad)
+    needs_torch |= torch.compiler.is_compiling()  # which makes kernels of its own
+    if outputs.numel() >= SMALLEST_FUSED and not needs_torch and kernels_run_on(outputs.device):
         from hf_ptq.model import kernels
 
         return kernels.weighted_sum(outputs, places, weights.contiguous(), dtype)

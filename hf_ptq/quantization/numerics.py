@@ -47,7 +47,7 @@ MEANING: dict[str, dict[Role, str]] = {
 }
 # A weight's format that depends on the input's: its block scales leave room for the product's own scale.
 BESIDE: dict[tuple[str, str], str] = {("nvfp4_block32", "fp8"): "nvfp4_block32_fp8"}
-LAST_DIMS = ((-1,), (-2, -1))
+LAST_DIMS = ((-1,), (-2, -1), (0, 1))  # of a weight [out, in]; the words of blocks that some format may have
 WORDS: dict[Tensor, str] = {"output": "output of a linear", "q": "query", "p": "attention probability"}
 
 
@@ -149,7 +149,7 @@ def _blocks(sizes: Mapping[int | str, Any], is_dynamic: bool) -> list[str]:
     over_six = rest.pop("four_over_six", False)
     if dims == {-1: None}:
         parts = ["each row"]
-    elif tuple(sorted(dims)) in (*LAST_DIMS, (0, 1)):
+    elif tuple(sorted(dims)) in LAST_DIMS:
         parts = ["blocks " + "x".join(str(dims[key]) for key in sorted(dims))]
     elif dims:
         parts = ["blocks " + " and ".join(f"of {size} along dimension {key}" for key, size in sorted(dims.items()))]

@@ -49,30 +49,10 @@ MAY_PRINT = ("report.py", "cli.py")
 # gguf.py: the values of `tokenizer.ggml.pre` and `general.architecture`, words of that file format.
 MAY_NAME_FAMILIES = ("model/families.py", "checkpoint/gguf.py")
 FAMILIES = (
-    "llama",
-    "qwen",
-    "mixtral",
-    "mistral",
-    "deepseek",
-    "minimax",
-    "glm",
-    "gpt_oss",
-    "gptoss",
-    "nemotron",
-    "gemma",
-    "kimi",
-    "phi",
-    "dbrx",
-    "falcon",
-    "jamba",
-    "granite",
-    "olmo",
-    "cohere",
-    "starcoder",
-    "llava",
-    "step3p7",
-    "whisper",
-)
+    "llama", "qwen", "mixtral", "mistral", "deepseek", "minimax", "glm", "gpt_oss", "gptoss", "nemotron",
+    "gemma", "kimi", "phi", "dbrx", "falcon", "jamba", "granite", "olmo", "cohere", "starcoder", "llava",
+    "step3p7", "whisper",
+)  # fmt: skip
 # Names of data sets and of a tool, and hub ids given as examples, decide nothing about a model.
 NO_FAMILY = re.compile(
     r"(?i:(cnn[-_])?nemotron[-_](post[-_]training[-\w]*|v\d\w*|vlm[-\w]*))"

@@ -182,7 +182,13 @@ class Rule(BaseModel):
 
     def unmatched(self, known: Known) -> list[str]:
         """The patterns that fit no module, where that is worth telling."""
-        return [] if self.optional else _fitting_nothing(self.pattern, known.names)
+        if self.optional:
+            return []
+        missing = _fitting_nothing(self.pattern, known.names)
+        if missing or not self.parent_class or self.k is not None:
+            return missing
+        is_used = any(self.says("weight", place) is not None for place in known.places)
+        return [] if is_used else [f"{self.pattern[0]} in {' or '.join(self.parent_class)}"]
 
     def without_cache(self) -> Rule | None:
         """The rule as far as it is about linears."""

@@ -15,8 +15,8 @@ again or they are learned (`learn_ranges`).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_ptq.data.loader import evaluating
 from hf_ptq.distributed.agreement import reduce_over_ranks
 from hf_ptq.distributed.launch import read_launch
 from hf_ptq.distributed.process_group import DistributedState
@@ -236,66 +237,6 @@ def average_range_gradients(model: nn.Module) -> None:
     sizes = [amax.numel() for amax in found.values()]
     for amax, part in zip(found.values(), flat.split(sizes), strict=True):
         amax.grad = part.view(amax.shape).clone()
-
-
-# --- data ------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def calibration_loop(
-    model: nn.Module,
-    loader: Iterable[Any],
-    device: torch.device | str | None = None,
-    forward: Callable[[Mapping[str, Any]], object] | None = None,
-) -> None:
-    """Run every batch of `loader` through the model once; for `forward_loop`.
-
-    Batches are mappings of keyword arguments, or tuples or tensors of positional ones. `device`: their tensors go there
-    first; `forward` then takes a new mapping, else the loader's own. A transformers model keeps no cache meanwhile.
-    """
-    with _no_cache(model):
-        for batch in loader:
-            moved = batch if device is None else _moved(batch, device)
-            if forward is not None:
-                forward(moved)
-            elif isinstance(moved, Mapping):
-                model(**moved)
-            else:
-                model(*(moved if isinstance(moved, (tuple, list)) else (moved,)))
-
-
-def _moved(batch: Any, device: torch.device | str) -> Any:
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, Mapping):
-        return {key: _moved(value, device) for key, value in batch.items()}
-    return type(batch)(_moved(value, device) for value in batch) if isinstance(batch, (tuple, list)) else batch
-
-
-@contextmanager
-def _no_cache(model: nn.Module) -> Iterator[None]:
-    root = unwrapped(model)
-    configs = [root.config, root.config.get_text_config()] if isinstance(root, PreTrainedModel) else []
-    before = [vars(config).get("use_cache") for config in configs]
-    for config in configs:
-        config.use_cache = False
-    try:
-        yield
-    finally:
-        for config, value in zip(configs, before, strict=True):
-            config.use_cache = value
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside the block the model is in eval mode; afterwards each module is as it was."""
-    before = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in before.items():
-            module.training = training
 
 
 # --- attaching -------------------------------------------------------------------------------------

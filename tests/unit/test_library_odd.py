@@ -7,6 +7,7 @@ from collections import namedtuple
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pack_sequence
 from transformers import ViTConfig, ViTForImageClassification
 
 import hf_ptq
@@ -36,3 +37,19 @@ def test_what_means_nothing_is_told():
     typo = {"rules": [*WEIGHTS["rules"], {"pattern": "*", "parent_class": "Liner", "enable": False}]}
     with pytest.warns(UserWarning, match=r"pattern '\* in Liner' matches no module"):
         hf_ptq.quantize(net(), typo)
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_batches_that_are_tuples_with_names(device):
+    seen = []
+
+    class Net(nn.Module):
+        def forward(self, *given):
+            seen.append(given)
+
+    packed = pack_sequence([drawn(5, 4), drawn(3, 4)])
+    hf_ptq.calibration_loop(Net(), [Pair(1, drawn(2)), packed], device)
+    assert seen[0][0] == 1
+    assert [type(value) for value in seen[1]] == [type(packed)]
+    hf_ptq.calibration_loop(Net(), [Pair(1, 2)], device, forward=seen.append)
+    assert seen[2].second == 2

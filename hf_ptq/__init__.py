@@ -24,13 +24,14 @@ the moment somebody imports it. The package `hf_ptq.export` can be called for th
 from __future__ import annotations
 
 _LIBRARY = (
-    "average_range_gradients calibrate calibration_loop disable enable learn_ranges model_state quantize "
+    "average_range_gradients calibrate disable enable learn_ranges model_state quantize "
     "quantizer_state quantizers restore_quantizers summary"
 )
 _PLACES = {
     "RunConfig": ("hf_ptq.config", "RunConfig"),
     "quantize_checkpoint": ("hf_ptq.run", "run"),
     **{name: ("hf_ptq.library", name) for name in _LIBRARY.split()},
+    "calibration_loop": ("hf_ptq.data.loader", "calibration_loop"),
     "save_state": ("hf_ptq.quantization.state", "save_state"),
     "read_state": ("hf_ptq.quantization.state", "read_state"),
     "register": ("hf_ptq.quantization.modules", "register"),

@@ -14,9 +14,10 @@ again or they are learned (`learn_ranges`).
 
 from __future__ import annotations
 
+import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -27,10 +28,11 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_ptq.data.loader import evaluating
 from hf_ptq.distributed.agreement import reduce_over_ranks
 from hf_ptq.distributed.launch import read_launch
 from hf_ptq.distributed.process_group import DistributedState
-from hf_ptq.errors import Problem, UserError, refuse_if_any
+from hf_ptq.errors import Problem, RunError, UserError, refuse_if_any
 from hf_ptq.model.build import describe_model
 from hf_ptq.model.experts import INPUT_QUANTIZER, use_our_experts
 from hf_ptq.model.sharding import expert_parallel_problem, full_of
@@ -41,25 +43,27 @@ from hf_ptq.quantization.apply import attach_quantizers, attach_weight_quantizer
 from hf_ptq.quantization.assignment import Assignment, QuantizedWeight, assign
 from hf_ptq.quantization.attach import detach, quantizers_on, weight_quantizer_of
 from hf_ptq.quantization.calibration import begin, end
-from hf_ptq.quantization.plain import PlainTensor, assign_plain, attach_plain, plain_amax
+from hf_ptq.quantization.plain import PlainTensor, assign_plain, attach_plain, plain_matrix, plain_weight
 from hf_ptq.quantization.quantizer import Quantizer
 from hf_ptq.quantization.recipe import Recipe, load_recipe
 from hf_ptq.quantization.state import (
     Record,
     State,
+    checked_recipe,
     give_state,
     keep_record,
     misfits,
     needs_record,
-    recipe_in,
     record_of,
     take_state,
+    whole_record_of,
 )
 from hf_ptq.quantization.summary import summarize
 
 Model = TypeVar("Model", bound=nn.Module)
 ForwardLoop = Callable[[Any], object]
 RecipeLike = str | Path | Mapping[str, Any] | Recipe
+_PASS_A_LOOP = "pass forward_loop, a function that runs calibration data through the model"
 
 
 def quantize(
@@ -78,11 +82,12 @@ def quantize(
     before starts anew. Raises UserError, with the model as it was, where the recipe cannot be carried out, and
     RunError, with the model unquantized, where calibration fails.
     """
-    record_of(model)
+    _check_loop(forward_loop)
+    refuse_if_any(_without_values(model))
     wanted = _decide(model, _recipe(recipe, unwrapped(model), kv_cache_qformat))
     if wanted.needs_data and forward_loop is None:
         what = f"recipe {wanted.recipe.name} gives inputs static ranges, and there is no data to measure them"
-        raise UserError(Problem(what, "pass forward_loop, a function that runs calibration data through the model"))
+        raise UserError(Problem(what, _PASS_A_LOOP))
     with ExitStack() as undo:
         undo.callback(_forget, model)
         for quantizer in _attach(model, wanted).values():
@@ -97,9 +102,11 @@ def calibrate(model: nn.Module, forward_loop: ForwardLoop | None = None) -> None
     """Measure all ranges anew: of weights as they are now, and of the inputs that `forward_loop(model)` shows.
 
     The loop runs in eval mode, unquantized and without gradients. Raises UserError without a loop where one is needed,
-    RunError where an input was never seen or held NaN or infinity; warns of inputs that were always zero.
+    RunError where an input was never seen, or an input or a weight held NaN or infinity; warns of inputs that were
+    always zero. Whatever fails, the loop included, leaves the ranges and the switches as they were.
     """
     record, found = needs_record(model), quantizers_on(model)
+    _check_loop(forward_loop)
     inputs = {
         name.removesuffix(f".{INPUT_QUANTIZER}"): quantizer
         for name, quantizer in found.items()
@@ -107,23 +114,49 @@ def calibrate(model: nn.Module, forward_loop: ForwardLoop | None = None) -> None
     }
     if inputs and forward_loop is None:
         what = f"{len(inputs)} inputs need data for their ranges, such as {next(iter(inputs))}"
-        raise UserError(Problem(what, "pass forward_loop, a function that runs calibration data through the model"))
-    set_mode(found.values(), "off")
-    _measure_weights(model, record)
-    if inputs and forward_loop is not None:
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        statistics = begin(record.recipe.algorithm, inputs, device)
-        try:
-            with evaluating(model):
-                forward_loop(model)
-        finally:
-            set_mode(found.values(), "off")
-        statistics.commit()
-        state = current_state(device)
-        statistics.reduce(lambda flat, reduction, _group: reduce_over_ranks(state, flat, reduction))
-        for text in end(record.recipe.algorithm, inputs, statistics):
-            warnings.warn(text, stacklevel=2)
+        raise UserError(Problem(what, _PASS_A_LOOP))
+    before = {quantizer: quantizer.memory() for quantizer in found.values()}
+    with ExitStack() as undo:
+        undo.callback(_put_back, before)
+        set_mode(found.values(), "off")
+        _measure_weights(model, record)
+        if inputs and forward_loop is not None:
+            _measure_inputs(model, record, inputs, forward_loop)
+        undo.pop_all()
     set_mode(found.values(), "quantize")
+
+
+def _put_back(before: Mapping[Quantizer, dict[str, Any]]) -> None:
+    for quantizer, memory in before.items():
+        quantizer.remember(memory)
+
+
+def _measure_inputs(
+    model: nn.Module, record: Record, inputs: Mapping[str, Quantizer], forward_loop: ForwardLoop
+) -> None:
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    statistics = begin(record.recipe.algorithm, inputs, device)
+    with evaluating(model):
+        forward_loop(model)
+    set_mode(inputs.values(), "off")
+    statistics.commit()
+    state = current_state(device)
+    statistics.reduce(lambda flat, reduction, _group: reduce_over_ranks(state, flat, reduction))
+    for text in end(record.recipe.algorithm, inputs, statistics):
+        warnings.warn(text, stacklevel=3)
+
+
+def _check_loop(forward_loop: ForwardLoop | None) -> None:
+    if forward_loop is not None and not callable(forward_loop):
+        cure = "for a loader of batches: lambda model: hf_ptq.calibration_loop(model, loader)"
+        raise UserError(Problem(f"forward_loop is a {type(forward_loop).__name__}, and no function", cure))
+
+
+def _without_values(model: nn.Module) -> Iterator[Problem]:
+    meta = [name for name, tensor in named_tensors(model).items() if tensor.is_meta]
+    if meta:
+        what = f"{len(meta)} tensors of the model are on the meta device, such as {meta[0]}"
+        yield Problem(what, "load the weights before quantizing; restore_quantizers works on such a model")
 
 
 def current_state(device: torch.device) -> DistributedState:
@@ -183,7 +216,7 @@ def quantizer_state(model: nn.Module) -> State:
 
 def model_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """The model's state_dict, without prefixes of wrappers and, from FSDP2, whole; every rank calls it."""
-    return {name: full_of(tensor.detach()) for name, tensor in named_tensors(model).items()}
+    return {name: full_of(tensor.detach()) for name, tensor in named_tensors(model, every_name=True).items()}
 
 
 def restore_quantizers(model: Model, state: Mapping[str, Any]) -> Model:
@@ -192,8 +225,8 @@ def restore_quantizers(model: Model, state: Mapping[str, Any]) -> Model:
     It may be quantized already, by the same recipe. Raises UserError, with the model as it was, telling everything that
     does not fit: missing modules, other shapes, another recipe, a newer version.
     """
-    told = recipe_in(state)
-    record = record_of(model)
+    told = checked_recipe(state)
+    record = whole_record_of(model)
     with ExitStack() as undo:
         if record is None:
             undo.callback(_forget, model)
@@ -212,16 +245,22 @@ def restore_quantizers(model: Model, state: Mapping[str, Any]) -> Model:
 def learn_ranges(model: nn.Module, pattern: str = "*") -> list[torch.Tensor]:
     """Let the ranges that match be trained; returns them as leaf tensors for an optimizer.
 
-    They are no parameters of the model: wrappers do not see them, so over several ranks call
-    `average_range_gradients(model)` before each step of the optimizer.
+    One that is trained already stays the tensor that it is; a fused group has one. They are no parameters of the
+    model: wrappers do not see them, so over several ranks call `average_range_gradients(model)` before each step of the
+    optimizer. `calibrate`, and moving the model to another device, make new ranges: call this again, for a new
+    optimizer.
     """
-    learned: dict[int, torch.Tensor] = {}
+    learned: dict[str, torch.Tensor] = {}
     for name, quantizer in quantizers(model).items():
         amax = quantizer.amax
         if amax is not None and quantizer.is_enabled and quantizer.needs_range and fnmatchcase(name, pattern):
-            if id(amax) not in learned:
-                learned[id(amax)] = amax.detach().clone().requires_grad_()
-            quantizer.amax = learned[id(amax)]
+            shared = quantizer.key if quantizer.is_weight and quantizer.format.is_shared else name
+            if shared not in learned:
+                learned[shared] = amax if amax.requires_grad else amax.detach().clone().requires_grad_()
+            quantizer.amax = learned[shared]
+    for quantizer in quantizers(model).values():
+        if quantizer.is_weight and quantizer.format.is_shared and quantizer.key in learned:
+            quantizer.amax = learned[quantizer.key]
     return list(learned.values())
 
 
@@ -236,66 +275,6 @@ def average_range_gradients(model: nn.Module) -> None:
     sizes = [amax.numel() for amax in found.values()]
     for amax, part in zip(found.values(), flat.split(sizes), strict=True):
         amax.grad = part.view(amax.shape).clone()
-
-
-# --- data ------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def calibration_loop(
-    model: nn.Module,
-    loader: Iterable[Any],
-    device: torch.device | str | None = None,
-    forward: Callable[[Mapping[str, Any]], object] | None = None,
-) -> None:
-    """Run every batch of `loader` through the model once; for `forward_loop`.
-
-    Batches are mappings of keyword arguments, or tuples or tensors of positional ones. `device`: their tensors go there
-    first; `forward` then takes a new mapping, else the loader's own. A transformers model keeps no cache meanwhile.
-    """
-    with _no_cache(model):
-        for batch in loader:
-            moved = batch if device is None else _moved(batch, device)
-            if forward is not None:
-                forward(moved)
-            elif isinstance(moved, Mapping):
-                model(**moved)
-            else:
-                model(*(moved if isinstance(moved, (tuple, list)) else (moved,)))
-
-
-def _moved(batch: Any, device: torch.device | str) -> Any:
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, Mapping):
-        return {key: _moved(value, device) for key, value in batch.items()}
-    return type(batch)(_moved(value, device) for value in batch) if isinstance(batch, (tuple, list)) else batch
-
-
-@contextmanager
-def _no_cache(model: nn.Module) -> Iterator[None]:
-    root = unwrapped(model)
-    configs = [root.config, root.config.get_text_config()] if isinstance(root, PreTrainedModel) else []
-    before = [vars(config).get("use_cache") for config in configs]
-    for config in configs:
-        config.use_cache = False
-    try:
-        yield
-    finally:
-        for config, value in zip(configs, before, strict=True):
-            config.use_cache = value
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside the block the model is in eval mode; afterwards each module is as it was."""
-    before = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in before.items():
-            module.training = training
 
 
 # --- attaching -------------------------------------------------------------------------------------
@@ -318,6 +297,9 @@ class _Wanted:
 
 def _recipe(recipe: RecipeLike, root: nn.Module, kv: str | None) -> Recipe:
     is_plain = not isinstance(root, PreTrainedModel)
+    if is_plain and kv is not None:
+        what = f"kv_cache_qformat={kv!r}: a {type(root).__name__} is no transformers model with a known KV cache"
+        raise UserError(Problem(what, "leave kv_cache_qformat out"))
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(recipe if isinstance(recipe, Mapping) else str(recipe), is_plain)
     return recipe if is_plain else recipe.with_kv(kv)
@@ -359,36 +341,52 @@ def _attach(model: nn.Module, wanted: _Wanted) -> dict[str, Quantizer]:
         attach_quantizers(root, wanted.assignment)
         attach_weight_quantizers(root, wanted.assignment)
     found = quantizers_on(model)
-    keep_record(model, Record(wanted.recipe, wanted.assignment, tuple(found)))
+    formats = {name: quantizer.format.name for name, quantizer in found.items()}
+    keep_record(model, Record(wanted.recipe, wanted.assignment, formats))
     return found
 
 
 def _forget(model: nn.Module) -> None:
     detach(model)
     keep_record(model, None)
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()  # compiled code does not look whether modules have got hooks or lost them
 
 
 def _measure_weights(model: nn.Module, record: Record) -> None:
     """Set the ranges of all weights; of a fused group together. Collective where they are sharded."""
     tensors = named_tensors(model)
+    algorithm = record.recipe.algorithm
+    finite: dict[str, torch.Tensor] = {}
+    for members in _fused_weights(model, record):
+        whole = {p: full_of(tensors[p]).detach() for p in dict.fromkeys(q.view.parameter for q in members)}
+        finite |= {name: torch.stack(tensor.aminmax()).isfinite().all() for name, tensor in whole.items()}
+        matrices = {
+            q: plain_matrix(whole[q.view.parameter], own)
+            if record.assignment is None
+            else q.view.of(whole[q.view.parameter])
+            for q, own in members.items()
+        }
+        shared: dict[str, torch.Tensor] = {}
+        for weight, found in ALGORITHMS[algorithm.method].weight_ranges(algorithm, matrices).items():
+            quantizer, is_shared = members[weight], weight.weight.is_shared
+            quantizer.amax = shared.setdefault(quantizer.key, found.amax) if is_shared else found.amax
+            quantizer.block_amax = found.block_amax
+    damaged = [name for name, is_finite in finite.items() if not is_finite]
+    if damaged:
+        raise RunError(*(Problem(f"{name} holds NaN or infinity", "load or train the model again") for name in damaged))
+
+
+def _fused_weights(model: nn.Module, record: Record) -> Iterator[dict[QuantizedWeight, Quantizer]]:
+    """The quantized weights that share ranges; in models that stay in PyTorch each is alone."""
+    modules = named(model)
     if record.assignment is None:
         for name, quantizer in quantizers_on(model).items():
             if quantizer.is_weight:
-                owner = name.rpartition(".")[0]
-                leaf = quantizer.slot.leaf
-                quantizer.amax = plain_amax(full_of(tensors[f"{owner}.{leaf}" if owner else leaf]).detach(), quantizer)
+                yield {plain_weight(name, quantizer, modules[name.rpartition(".")[0]]): quantizer}
         return
-    ranges_of = ALGORITHMS[record.recipe.algorithm.method].weight_ranges
     groups: dict[str, list[QuantizedWeight]] = {}
     for weight in record.assignment.quantized:
         groups.setdefault(weight.group, []).append(weight)
-    modules = named(model)
     for members in groups.values():
-        whole = {p: full_of(tensors[p]).detach() for p in dict.fromkeys(q.view.parameter for q in members)}
-        ranges = ranges_of(record.recipe.algorithm, {q: q.view.of(whole[q.view.parameter]) for q in members})
-        shared: dict[str, torch.Tensor] = {}
-        for weight, found in ranges.items():
-            quantizer = weight_quantizer_of(modules[weight.view.owner], weight)
-            is_shared = weight.weight.is_shared
-            quantizer.amax = shared.setdefault(quantizer.key, found.amax) if is_shared else found.amax
-            quantizer.block_amax = found.block_amax
+        yield {weight: weight_quantizer_of(modules[weight.view.owner], weight) for weight in members}

@@ -31,13 +31,13 @@ def unwrapped(module: nn.Module) -> nn.Module:
         module = inner
 
 
-def named(model: nn.Module) -> dict[str, nn.Module]:
-    """Name -> module, wrappers left out; a module that has several names has its first."""
+def named(model: nn.Module, every_name: bool = False) -> dict[str, nn.Module]:
+    """Name -> module, wrappers left out; a module that has several names has its first, or `every_name`."""
     seen: set[int] = set()
 
     def walk(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         module = unwrapped(module)
-        if id(module) not in seen:
+        if every_name or id(module) not in seen:
             seen.add(id(module))
             yield prefix, module
             for leaf, child in module._modules.items():
@@ -47,10 +47,13 @@ def named(model: nn.Module) -> dict[str, nn.Module]:
     return dict(walk("", model))
 
 
-def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Name -> parameter or persistent buffer, as the `state_dict` of a model without wrappers has them."""
+def named_tensors(model: nn.Module, every_name: bool = False) -> dict[str, torch.Tensor]:
+    """Name -> parameter or persistent buffer, as the `state_dict` of a model without wrappers has them.
+
+    Modules that have several names are in it once, or, as in a `state_dict`, under `every_name`.
+    """
     found: dict[str, torch.Tensor] = {}
-    for name, module in named(model).items():
+    for name, module in named(model, every_name).items():
         buffers = {k: b for k, b in module._buffers.items() if k not in module._non_persistent_buffers_set}
         for leaf, tensor in (*module._parameters.items(), *buffers.items()):
             if tensor is not None:

@@ -22,6 +22,8 @@ class AffineQuantizer(Quantizer):
     `bias`: fp32 [channels], None before calibration.
     """
 
+    measured = (*Quantizer.measured, "bias")
+
     def __init__(self, key: str, number_format: NumberFormat, channels: int) -> None:
         super().__init__(key, number_format, run_experts=range(2 * channels))
         self.channels = channels
@@ -52,7 +54,7 @@ class AffineQuantizer(Quantizer):
         assert self._pending is not None
         assert self._seen is not None
         assert self._sums is not None
-        if self._is_last(values):
+        if values.numel() == 0 or self._is_last(values):
             return
         self._note(values)
         rows = values.float().transpose(1, 2).reshape(-1, self.channels)

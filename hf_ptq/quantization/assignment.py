@@ -355,6 +355,8 @@ def _opaque_experts(
         for leaf, parameter in module._parameters.items():
             if parameter is None or parameter.dim() != 3 or f"{name}.{leaf}" in viewed or isinstance(module, nn.Conv1d):
                 continue
+            if parameter.shape[0] == 1:  # a token or the positions of a vision model
+                continue
             place = stacked_place((f"{name}.{leaf}",), f"{name}.{leaf}", 0, class_names(module))
             if settle(recipe.rules, "weight", place).asks:
                 what = f"{type(module).__name__} ({name}.{leaf}): the source holds all experts in one tensor"

@@ -10,11 +10,14 @@ read a list of their parameters instead, which is set in its place in the same w
 `SyncBatchNorm.convert_sync_batchnorm` and its like build a plain module and hand the children over, without hooks.
 Therefore hooks are set where a quantizer becomes a child of a module, by whomever (torch's hook on registration): a
 module cannot hold one that it does not call. A class that no kind is registered for raises at that moment. What drops
-children as well is found by `check_attached`.
+children as well is found by `changes`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import cache
+from inspect import signature
 from typing import Any
 
 import torch
@@ -73,14 +76,33 @@ def _is_ours(leaf: str, child: nn.Module | None) -> bool:
     return isinstance(child, Quantizer) or (child is not None and leaf in (K_QUANTIZER, V_QUANTIZER))
 
 
-def check_attached(model: nn.Module, expected: tuple[str, ...]) -> None:
-    """Raise RunError naming the quantizers that should be there and are not: their modules were replaced."""
-    lost = [name for name in expected if name not in quantizers_on(model)]
+def changes(model: nn.Module, expected: Mapping[str, str]) -> list[Problem]:
+    """What has happened to the quantizers (name -> format) of a model since they were attached.
+
+    They should be there, be the same, and round a parameter of their module.
+    """
+    found, modules = quantizers_on(model), named(model)
+    lost = [name for name in expected if name not in found]
     if lost:
-        modules = list(dict.fromkeys(name.rpartition(".")[0] for name in lost))
-        shown = ", ".join(modules[:5]) + (f" ... ({len(modules)})" if len(modules) > 5 else "")
+        owners = list(dict.fromkeys(name.rpartition(".")[0] for name in lost))
+        shown = ", ".join(owners[:5]) + (f" ... ({len(owners)})" if len(owners) > 5 else "")
         what = f"these modules were quantized, and have been replaced by ones that hold no quantizer: {shown}"
-        raise RunError(Problem(what, "quantize after replacing modules: hf_ptq.quantize, or restore_quantizers"))
+        return [Problem(what, "quantize after replacing modules: hf_ptq.quantize, or restore_quantizers")]
+    others = [name for name, own in expected.items() if found[name].format.name != own]
+    if others:
+        what = f"{others[0]} has another format than the model was quantized with: a part was quantized by itself"
+        return [Problem(what, "quantize the whole model, by one recipe")]
+    problems = []
+    for name, quantizer in found.items():
+        owner, leaf = modules[name.rpartition(".")[0]], quantizer.slot.leaf
+        if quantizer.is_weight and leaf not in owner._parameters:
+            problems.append(_moved_away(type(owner).__name__, name, leaf))
+    return problems
+
+
+def _moved_away(owner: str, name: str, leaf: str) -> Problem:
+    what = f"{name} rounds the parameter {leaf!r} of a {owner}, which has none of that name any more"
+    return Problem(what, "parametrize and prune models that are not quantized; bake it in, then hf_ptq.quantize again")
 
 
 # --- hooks ---------------------------------------------------------------------------------------
@@ -108,7 +130,17 @@ def _round_input(
     quantizer = module.input_quantizer
     if arguments:
         return (_rounded(quantizer, arguments[0]), *arguments[1:]), options
-    return arguments, {**options, "input": _rounded(quantizer, options["input"])}
+    name = "input" if "input" in options else _first_parameter(type(module))
+    if name not in options:
+        what = f"{quantizer.key}: its module was called without {name!r}, which it rounds"
+        raise RunError(Problem(what, "a module that can be quantized takes its input as the first argument"))
+    return arguments, {**options, name: _rounded(quantizer, options[name])}
+
+
+@cache
+def _first_parameter(module_type: type[nn.Module]) -> str:
+    """The name under which `forward` takes its first argument."""
+    return next(iter(list(signature(module_type.forward).parameters)[1:]), "")
 
 
 def _rounded(quantizer: Quantizer, values: Any) -> Any:
@@ -122,8 +154,9 @@ def _round_weights(module: nn.Module, _arguments: tuple[Any, ...]) -> None:
     for child in module._modules.values():
         if isinstance(child, Quantizer) and child.is_weight:
             slot = child.slot
-            parameter = module._parameters[slot.leaf]
-            assert parameter is not None
+            parameter = module._parameters.get(slot.leaf)
+            if parameter is None:
+                raise RunError(_moved_away(type(module).__name__, child.key, slot.leaf))
             part = parameter if slot.rows is None else parameter.narrow(-2, *slot.rows)
             rounded.setdefault(slot.leaf, []).append(child(part))
     weights = {leaf: parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2) for leaf, parts in rounded.items()}

@@ -49,7 +49,7 @@ class ModuleKind:
 
 LINEAR = ModuleKind("Linear", channels="in_features")
 _BATCH_NORM = ModuleKind("BatchNorm", (), channel_dim=1, channels="num_features")
-_RECURRENT = ("weight_ih_l*", "weight_hh_l*")
+_RECURRENT = ("weight_ih_l[0-9]*", "weight_hh_l[0-9]*", "weight_hr_l[0-9]*")
 _POOLS = ("AvgPool", "MaxPool", "AdaptiveAvgPool", "AdaptiveMaxPool")
 
 KINDS: dict[type[nn.Module], ModuleKind] = {

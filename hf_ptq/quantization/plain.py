@@ -13,17 +13,22 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.parameter import UninitializedParameter
 
 from hf_ptq.errors import Problem, UserError
 from hf_ptq.model.experts import INPUT_QUANTIZER, takes_registry
+from hf_ptq.model.views import WeightView
 from hf_ptq.model.wrappers import named
+from hf_ptq.quantization.assignment import QuantizedWeight
 from hf_ptq.quantization.attach import weight_quantizer_name
 from hf_ptq.quantization.formats.description import FORMATS, NumberFormat
-from hf_ptq.quantization.formats.ranges import weight_amax
 from hf_ptq.quantization.modules import ModuleKind, class_names, kind_of
 from hf_ptq.quantization.quantizer import Quantizer, Slot
 from hf_ptq.quantization.recipe import Recipe
 from hf_ptq.quantization.rules import LINEAR, Known, Place, Tensor
+
+_ROUNDABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -68,10 +73,20 @@ def attach_plain(model: nn.Module, tensors: list[PlainTensor]) -> None:
         modules[tensor.owner].add_module(tensor.name, quantizer)
 
 
-def plain_amax(parameter: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:
-    """The range of a whole weight: max |w| over it, fp32 scalar, or over each part that shares a scale."""
+def plain_weight(name: str, quantizer: Quantizer, module: nn.Module) -> QuantizedWeight:
+    """The weight of the quantizer `name` of `module` as algorithms know weights: a matrix by itself."""
+    owner, leaf = name.rpartition(".")[0], quantizer.slot.leaf
+    parameter = module._parameters[leaf]
+    assert parameter is not None
+    rows = quantizer.slot.channels
+    view = WeightView((owner,), f"{owner}.{leaf}" if owner else leaf, (rows, parameter.numel() // rows))
+    return QuantizedWeight(view, quantizer.format, None, view.parameter, "")
+
+
+def plain_matrix(parameter: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:
+    """A whole weight as [out, rest]."""
     moved = parameter.movedim(quantizer.slot.channel_dim, 0)
-    return weight_amax(moved.reshape(moved.shape[0], -1), quantizer.format)
+    return moved.reshape(moved.shape[0], -1)
 
 
 def _of_module(recipe: Recipe, name: str, module: nn.Module) -> tuple[list[PlainTensor], str]:
@@ -82,21 +97,44 @@ def _of_module(recipe: Recipe, name: str, module: nn.Module) -> tuple[list[Plain
     place = _place(name, module)
     tensors: list[PlainTensor] = []
     reasons: list[str] = []
-    weight, is_enabled = _given(recipe, "weight", place)
-    for leaf in kind.leaves(module):
-        parameter = module._parameters[leaf]
-        assert parameter is not None
-        if weight is not None:
-            slot = Slot("weight", leaf, kind.out_dim, parameter.shape[kind.out_dim])
-            reasons += _weight_problem(weight, parameter, kind) if is_enabled else ()
-            tensors.append(PlainTensor(name, weight_quantizer_name(leaf), weight, slot, is_enabled))
-    inputs, is_enabled = _given(recipe, "input", place)
+
+    def give(tensor: PlainTensor, problems: Iterator[str]) -> None:
+        child = module._modules.get(tensor.name)
+        is_taken = child is not None and not isinstance(child, Quantizer)
+        taken = [f"it has a child {tensor.name} of its own"] if is_taken else []
+        if found := [*problems, *taken]:
+            reasons.extend(found[:1] if tensor.is_enabled else [])
+        else:
+            tensors.append(tensor)
+
+    weight, is_on = _given(recipe, "weight", place)
+    if weight is not None and kind.weights:
+        reasons += _module_problem(kind, module) if is_on else []
+        for leaf in kind.leaves(module):
+            parameter = module._parameters[leaf]
+            assert parameter is not None
+            rows = 0 if isinstance(parameter, UninitializedParameter) else parameter.shape[kind.out_dim]
+            tensor = PlainTensor(
+                name, weight_quantizer_name(leaf), weight, Slot("weight", leaf, kind.out_dim, rows), is_on
+            )
+            give(tensor, _weight_problem(weight, parameter, kind))
+    inputs, is_on = _given(recipe, "input", place)
     if inputs is not None and kind.channel_dim is not None:
         channels = kind.num_channels(module)
         slot = Slot("input", "", kind.channel_dim, channels or 1)
-        reasons += _input_problem(inputs, kind, channels) if is_enabled else ()
-        tensors.append(PlainTensor(name, INPUT_QUANTIZER, inputs, slot, is_enabled))
+        give(PlainTensor(name, INPUT_QUANTIZER, inputs, slot, is_on), _input_problem(inputs, kind, channels))
     return ([], reasons[0]) if reasons else (tensors, "")
+
+
+def _module_problem(kind: ModuleKind, module: nn.Module) -> Iterator[str]:
+    if isinstance(module, NonDynamicallyQuantizableLinear):
+        yield "attention reads its weight and never calls it"
+    elif not any(kind.leaves(module)) or (isinstance(module, nn.RNNBase) and not _has_its_weights(module)):
+        yield f"no parameter of its own is a {' or '.join(kind.weights)}; quantize before parametrizing or pruning it"
+
+
+def _has_its_weights(module: nn.RNNBase) -> bool:
+    return all(name in module._parameters for name in module._flat_weights_names)
 
 
 def _place(name: str, module: nn.Module) -> Place:
@@ -119,9 +157,15 @@ def _given(recipe: Recipe, tensor: Tensor, place: Place) -> tuple[NumberFormat |
 
 
 def _weight_problem(number_format: NumberFormat, parameter: torch.Tensor, kind: ModuleKind) -> Iterator[str]:
-    if number_format.block_size is None:
+    if isinstance(parameter, UninitializedParameter):
+        yield "its weight has no shape yet; run the model once"
+    elif parameter.dtype not in _ROUNDABLE:
+        yield f"its weight is of {parameter.dtype}"
+    elif parameter.numel() == 0:
+        yield "its weight is empty"
+    elif number_format.block_size is None:
         return
-    if parameter.dim() != 2 or kind.out_dim != 0:
+    elif parameter.dim() != 2 or kind.out_dim != 0:
         yield f"{number_format.name} needs weights [out, in], a {kind.name} has others"
     elif parameter.shape[1] % number_format.block_size:
         yield f"{parameter.shape[1]} inputs are no multiple of {number_format.block_size}"

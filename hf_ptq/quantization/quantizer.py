@@ -10,7 +10,7 @@ gradients.py attaches one; the rounded values stay the same.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ from hf_ptq.quantization.formats.ranges import Ranges
 from hf_ptq.quantization.gradients import with_gradient
 
 Mode = Literal["off", "observe", "quantize"]
+_SWITCHED = ("mode",)
 _OF_THE_MOMENT = ("_pending", "_seen", "_last_seen", "_last_rounded")  # neither copied nor saved
 
 
@@ -52,7 +53,8 @@ class Quantizer(nn.Module):
     calibration and for formats that need none. `block_amax`: ranges of a weight's blocks that an algorithm chose.
     `expert_amax`, `expert_rows`: [experts], the range and the number of rows of each, for the report.
     `run_experts`: the experts whose rows this process sees. `is_enabled`: off, it leaves values as they are;
-    `clips`: no gradient for what is outside of the range.
+    `clips`: no gradient for what is outside of the range. `is_shared`: several modules call it, one after the other
+    with one tensor.
     """
 
     def __init__(
@@ -73,12 +75,15 @@ class Quantizer(nn.Module):
         self.mode: Mode = "off"
         self.is_enabled = True
         self.clips = True
+        self.is_shared = False
         constant = number_format.constant_amax
         self.amax: torch.Tensor | None = None if constant is None else torch.tensor(constant)
         self.block_amax: torch.Tensor | None = None
         self.expert_amax: torch.Tensor | None = None
         self.expert_rows: torch.Tensor | None = None
         self.forget_moment()
+
+    measured: tuple[str, ...] = ("amax", "block_amax", "expert_amax", "expert_rows")
 
     @property
     def is_weight(self) -> bool:
@@ -118,15 +123,36 @@ class Quantizer(nn.Module):
         if self.num_experts is not None:
             self.expert_amax, self.expert_rows = total.clone(), seen.clone()
 
+    def memory(self) -> dict[str, Any]:
+        """What calibration changes, for `remember`."""
+        return {name: vars(self)[name] for name in self.measured + _SWITCHED}
+
+    def remember(self, memory: Mapping[str, Any]) -> None:
+        """Be as it was when `memory` was taken."""
+        self.forget_moment()
+        vars(self).update(memory)
+
     # --- forward ---------------------------------------------------------------------------------
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        """`values` as they are, or rounded as a server rounds them; same shape and dtype."""
+        """`values` as they are, or rounded as a server rounds them; same shape and dtype.
+
+        Raises RunError for what is no tensor of floating-point numbers, such as ids.
+        """
         if self.mode == "observe" and self._pending is not None:
+            self._check(values)
             self._observe(values)
         elif self.mode == "quantize" and self.is_enabled:
+            self._check(values)
             return self._quantized(values, once=True)
         return values
+
+    def _check(self, values: torch.Tensor) -> None:
+        if isinstance(values, torch.Tensor) and values.is_floating_point():
+            return
+        told = f"a tensor of {values.dtype}" if isinstance(values, torch.Tensor) else f"a {type(values).__name__}"
+        what = f"{self.key} was given {told}, and rounds floating-point numbers"
+        raise RunError(Problem(what, "give the input no format, or hf_ptq.register the class with channel_dim=None"))
 
     def quantize_rows(self, values: torch.Tensor, source: torch.Tensor | None, experts: torch.Tensor) -> torch.Tensor:
         """The same for rows [rows, in] that belong to `experts` (int64 [rows]): `values`, or `values[source]`.
@@ -155,7 +181,7 @@ class Quantizer(nn.Module):
         if torch.is_grad_enabled() and (values.requires_grad or learns):
             rounded = self._rounded(values.detach())
             return with_gradient(values, rounded, self._spread(values), self.clips)
-        if once and not self.is_weight and not torch.compiler.is_compiling():
+        if once and self.is_shared and not torch.compiler.is_compiling():
             return self._round_once(values)
         return self._rounded(values)
 
@@ -221,7 +247,7 @@ class Quantizer(nn.Module):
     def _observe(self, values: torch.Tensor) -> None:
         assert self._pending is not None
         assert self._seen is not None
-        if self._is_last(values):
+        if values.numel() == 0 or (self.is_shared and self._is_last(values)):
             return
         self._note(values)
         if self.has_channels:
@@ -257,7 +283,7 @@ class Quantizer(nn.Module):
         if self.amax is not None:
             with torch.no_grad():
                 moved = fn(self.amax)
-            if moved.device != self.amax.device and not moved.is_meta:
+            if moved.device != self.amax.device and not moved.is_meta and not self.amax.is_meta:
                 learned = self.amax.requires_grad
                 self.amax = self.amax.detach().to(moved.device).requires_grad_(learned)
         return self

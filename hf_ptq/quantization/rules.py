@@ -204,8 +204,16 @@ class Rule(BaseModel):
                 for pattern in holders
                 if pattern not in nothing
             ),
-            *_no_class(self.parent_class, known),
+            *(_no_class(self.parent_class, known) or self._no_pair(nothing, known)),
         ]
+
+    def _no_pair(self, nothing: Sequence[str], known: Known) -> list[str]:
+        """The same where the patterns and the classes fit modules, and no module both."""
+        if nothing or not self.parent_class or "k" in self.speaks_of:
+            return []
+        if any(self.says("weight", place) is not None for place in known.places):
+            return []
+        return [f"no module that {self.pattern[0]!r} matches is of the class {' or '.join(self.parent_class)}"]
 
     def without_cache(self) -> Rule | None:
         """The rule as far as it is about linears."""

@@ -1,7 +1,7 @@
 """What a quantized model knows beside its weights, as plain data: to be saved, and given to another model.
 
     {"version": 1, "recipe": {...}, "ranges": {name: amax},
-     "quantizers": {name: {"format": ..., "enabled": ..., "clips": ..., "learned": ...}}}
+     "quantizers": {name: {"format": ..., "enabled": ..., "clips": ..., "learned": ..., "shape": [...]}}}
 
 Names are those of modules without what wraps them, so that a state taken from any arrangement (DistributedDataParallel,
 FSDP2, SyncBatchNorm, torch.compile) fits every other one. Everything is a string, a number or a tensor on the CPU:
@@ -19,14 +19,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from hf_ptq.errors import Problem, UserError
-from hf_ptq.model.wrappers import unwrapped
+from hf_ptq.errors import Problem, RunError, UserError, refuse_if_any
+from hf_ptq.model.wrappers import named, unwrapped
+from hf_ptq.quantization.affine import AffineQuantizer
 from hf_ptq.quantization.assignment import Assignment
-from hf_ptq.quantization.attach import check_attached, quantizers_on
+from hf_ptq.quantization.attach import changes, quantizers_on
 from hf_ptq.quantization.quantizer import Quantizer
 from hf_ptq.quantization.recipe import Recipe
 
@@ -35,8 +37,21 @@ State = dict[str, Any]
 _RECORD = "hf_ptq_record"
 _HEADER = "hf_ptq_state"
 BLOCKS = " by block"  # behind a quantizer's name: the ranges of its blocks, where an algorithm chose them
+BIAS = " bias"  # the mean of each channel, for formats that take it off
 _PARTS = ("version", "recipe", "quantizers", "ranges")
 MAX_PROBLEMS = 20
+
+
+class _Facts(BaseModel):
+    """What a state says of a quantizer; `shape`: of a weight, which states of the first days do not have."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    format: str
+    enabled: bool
+    clips: bool
+    learned: bool
+    shape: list[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -45,20 +60,27 @@ class Record:
 
     recipe: Recipe
     assignment: Assignment | None
-    quantizers: tuple[str, ...]
+    quantizers: Mapping[str, str]  # name -> format
 
 
 def record_of(model: nn.Module) -> Record | None:
     """The record of a quantized model, None for others. Raises RunError where a quantized module was replaced."""
     record = vars(unwrapped(model)).get(_RECORD)
-    if record is not None:
-        check_attached(model, record.quantizers)
+    if record is not None and (problems := changes(model, record.quantizers)):
+        raise RunError(*problems)
     return record
 
 
+def whole_record_of(model: nn.Module) -> Record | None:
+    """The record, None also where it does not hold any more, for what quantizes anew."""
+    record = vars(unwrapped(model)).get(_RECORD)
+    return None if record is None or changes(model, record.quantizers) else record
+
+
 def keep_record(model: nn.Module, record: Record | None) -> None:
-    """Note what was done, or that nothing is left of it."""
-    vars(unwrapped(model)).pop(_RECORD, None)
+    """Note what was done, or that nothing is left of it; whatever was noted of a part is over."""
+    for module in named(model).values():
+        vars(module).pop(_RECORD, None)
     if record is not None:
         vars(unwrapped(model))[_RECORD] = record
 
@@ -77,14 +99,29 @@ def needs_record(model: nn.Module) -> Record:
 
 def take_state(model: nn.Module) -> State:
     """The state of a quantized model."""
-    recipe, found = needs_record(model).recipe, quantizers_on(model)
+    recipe, found, modules = needs_record(model).recipe, quantizers_on(model), named(model)
+    tensors = {
+        "": {name: quantizer.amax for name, quantizer in found.items()},
+        BLOCKS: {name: quantizer.block_amax for name, quantizer in found.items()},
+        BIAS: {name: q.bias for name, q in found.items() if isinstance(q, AffineQuantizer)},
+    }
     return {
         "version": VERSION,
         "recipe": recipe.as_dict(),
-        "quantizers": {name: _facts(quantizer) for name, quantizer in found.items()},
-        "ranges": {n: q.amax.detach().cpu().clone() for n, q in found.items() if q.amax is not None}
-        | {n + BLOCKS: q.block_amax.cpu().clone() for n, q in found.items() if q.block_amax is not None},
+        "quantizers": {n: _facts(q) | _shape_of(q, modules[n.rpartition(".")[0]]) for n, q in found.items()},
+        "ranges": {
+            name + what: tensor.detach().cpu().clone()
+            for what, those in tensors.items()
+            for name, tensor in those.items()
+            if tensor is not None
+        },
     }
+
+
+def _shape_of(quantizer: Quantizer, module: nn.Module) -> dict[str, list[int]]:
+    """Of the whole weight, also where it is sharded."""
+    parameter = module._parameters.get(quantizer.slot.leaf) if quantizer.is_weight else None
+    return {} if parameter is None else {"shape": list(parameter.shape)}
 
 
 def _facts(quantizer: Quantizer) -> dict[str, Any]:
@@ -97,22 +134,55 @@ def _facts(quantizer: Quantizer) -> dict[str, Any]:
     }
 
 
-def recipe_in(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The recipe of a state, as a mapping. Raises UserError for what is no state, and for one of a newer version."""
+def checked_recipe(state: Any) -> dict[str, Any]:
+    """The recipe of a state, as a mapping.
+
+    Raises UserError for what is no state, for one of a newer version, and for one that somebody has spoiled.
+    """
+    cure = "give what hf_ptq.quantizer_state or hf_ptq.read_state returns"
+    if not isinstance(state, Mapping):
+        raise UserError(Problem(f"this is no state of quantizers, but a {type(state).__name__}", cure))
     missing = [part for part in _PARTS if part not in state]
     if missing:
-        raise UserError(
-            Problem(f"this is no state of quantizers: it lacks {', '.join(missing)}", "hf_ptq.quantizer_state")
-        )
-    if state["version"] > VERSION:
-        what = f"the state has version {state['version']}, this hf-ptq reads up to {VERSION}"
+        raise UserError(Problem(f"this is no state of quantizers: it lacks {', '.join(missing)}", cure))
+    version = state["version"]
+    if not isinstance(version, int) or version < 1:
+        raise UserError(Problem(f"the state has version {version!r}, versions are whole numbers from 1 on", cure))
+    if version > VERSION:
+        what = f"the state has version {version}, this hf-ptq reads up to {VERSION}"
         raise UserError(Problem(what, "upgrade hf-ptq"))
+    wrong = [part for part in _PARTS[1:] if not isinstance(state[part], Mapping)]
+    refuse_if_any(Problem(f"{part} of the state is a {type(state[part]).__name__}, no mapping", cure) for part in wrong)
+    refuse_if_any([*_wrong_facts(state["quantizers"]), *_wrong_ranges(state)])
     return dict(state["recipe"])
+
+
+def _wrong_facts(quantizers: Mapping[str, Any]) -> Iterator[Problem]:
+    for name, facts in quantizers.items():
+        try:
+            _Facts.model_validate(facts)
+        except ValidationError as error:
+            wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+            yield Problem(f"the state's {name}: {wrong}", "give the state as it was saved")
+
+
+def _wrong_ranges(state: Mapping[str, Any]) -> Iterator[Problem]:
+    for name, tensor in state["ranges"].items():
+        what = next((what for what in (BLOCKS, BIAS) if name.endswith(what)), "")
+        wrong = ""
+        if name.removesuffix(what) not in state["quantizers"]:
+            wrong = "belongs to no quantizer of the state"
+        elif not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
+            wrong = f"is no tensor of floating-point numbers, but {tensor!r:.40}"
+        elif not bool(tensor.isfinite().all()) or (what != BIAS and bool((tensor < 0).any())):
+            wrong = "holds negative numbers, NaN or infinity"
+        if wrong:
+            yield Problem(f"the state's range {name!r} {wrong}", "give the state as it was saved")
 
 
 def misfits(state: Mapping[str, Any], model: nn.Module, record: Record) -> list[Problem]:
     """Everything that a state has otherwise than a model with quantizers."""
-    own, theirs = quantizers_on(model), state["quantizers"]
+    own, theirs, modules = quantizers_on(model), state["quantizers"], named(model)
     problems: list[Problem] = []
     for name in theirs.keys() - own.keys():
         where = name.rpartition(".")[0]
@@ -121,7 +191,8 @@ def misfits(state: Mapping[str, Any], model: nn.Module, record: Record) -> list[
         what = f"the model has {name}, the state knows nothing of it"
         problems.append(Problem(what, "take the state from such a model"))
     for name in own.keys() & theirs.keys():
-        problems += _tensor_differences(name, own[name], theirs[name], state["ranges"].get(name))
+        shape = _shape_of(own[name], modules[name.rpartition(".")[0]]).get("shape")
+        problems += _tensor_differences(name, own[name], theirs[name], state["ranges"].get(name), shape)
     problems = [*_recipe_differences(state, record.recipe), *sorted(problems, key=str)]
     more = len(problems) - MAX_PROBLEMS
     return [*problems[:MAX_PROBLEMS], *([Problem(f"and {more} more of these")] if more > 0 else [])]
@@ -141,10 +212,13 @@ def _recipe_differences(state: Mapping[str, Any], recipe: Recipe) -> Iterator[Pr
 
 
 def _tensor_differences(
-    name: str, quantizer: Quantizer, facts: Mapping[str, Any], amax: torch.Tensor | None
+    name: str, quantizer: Quantizer, facts: Mapping[str, Any], amax: torch.Tensor | None, weight: list[int] | None
 ) -> Iterator[Problem]:
     if facts["format"] != quantizer.format.name:
         yield Problem(f"{name} has the format {facts['format']} in the state, {quantizer.format.name} in the model")
+    elif weight is not None and facts.get("shape", weight) != weight:
+        what = f"{name} is of a weight {facts['shape']} in the state, of one {weight} in the model"
+        yield Problem(what, "the modules have other sizes")
     elif amax is not None and (shape := _shape(quantizer)) is not None and tuple(amax.shape) != shape:
         what = f"the range of {name} has the shape {list(amax.shape)} in the state, the model needs {list(shape)}"
         yield Problem(what, "the modules have other sizes")
@@ -163,7 +237,7 @@ def _shape(quantizer: Quantizer) -> tuple[int, ...] | None:
 def give_state(state: Mapping[str, Any], model: nn.Module) -> None:
     """Set ranges and switches; weights of a fused group share one tensor again."""
     shared: dict[str, torch.Tensor] = {}
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
     for name, quantizer in quantizers_on(model).items():
         facts = state["quantizers"][name]
         quantizer.is_enabled, quantizer.clips = facts["enabled"], facts["clips"]
@@ -173,8 +247,12 @@ def give_state(state: Mapping[str, Any], model: nn.Module) -> None:
             own = amax.detach().to(place, torch.float32).clone().requires_grad_(facts["learned"])
             is_shared = quantizer.is_weight and quantizer.format.is_shared
             quantizer.amax = shared.setdefault(quantizer.key, own) if is_shared else own
-        blocks = state["ranges"].get(name + BLOCKS)
-        quantizer.block_amax = None if blocks is None else blocks.to(device)
+        elif quantizer.format.constant_amax is None:
+            quantizer.amax = None
+        blocks, bias = (state["ranges"].get(name + what) for what in (BLOCKS, BIAS))
+        quantizer.block_amax = None if blocks is None else blocks.to(device, copy=True)
+        if isinstance(quantizer, AffineQuantizer):
+            quantizer.bias = None if bias is None else bias.to(device, copy=True)
         quantizer.forget_moment()
         quantizer.mode = "quantize"
 

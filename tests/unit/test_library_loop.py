@@ -11,10 +11,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import hf_ptq
+from hf_ptq.data.loader import evaluating
 from hf_ptq.distributed.plan import Plan
 from hf_ptq.distributed.process_group import DistributedState
 from hf_ptq.errors import UserError
-from hf_ptq.library import evaluating
 
 
 def test_batches_of_every_shape_reach_the_model():

@@ -97,7 +97,7 @@ def test_everything_that_does_not_fit_is_told_at_once(model):
     for line in (
         "the state has stages.3.1.conv2.input_quantizer, the model has no quantizer there",
         "the state has stages.3.1.conv2.weight_quantizer, the model has no quantizer there",
-        "the range of head.weight_quantizer has the shape [10] in the state, the model needs [3]",
+        "head.weight_quantizer is of a weight [10, 64] in the state, of one [3, 64] in the model",
         "the model has extra.weight_quantizer, the state knows nothing of it",
     ):
         assert line in text

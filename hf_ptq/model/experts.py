@@ -159,8 +159,8 @@ def choice_outputs(
     if num_live is not None:
         experts, order = experts[:num_live].long(), order[:num_live]
     source = order // k
-    counts = torch.zeros(module.num_experts, dtype=torch.int64, device=experts.device)
-    ends = counts.scatter_add_(0, experts, torch.ones_like(experts)).cumsum(0).to(torch.int32)
+    ids = torch.arange(module.num_experts, device=experts.device)
+    ends = torch.searchsorted(experts, ids, right=True, out_int32=True)
 
     first = "gate_up_proj" if module.has_gate else "up_proj"
     rows = _quantized(module, INPUT_QUANTIZER, hidden_states, source, experts)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import os
 import sys
@@ -23,7 +24,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).res
 from tiny import CONFIGS, FUSED_ON_THE_HUB, build
 
 from hf_ptq.distributed.process_group import distributed_run
-from hf_ptq.model.exchange import EXCHANGE
+from hf_ptq.model import exchange
 from hf_ptq.model.experts import takes_registry, use_our_experts
 
 EXPERTS, K, HIDDEN = 8, 2, 64
@@ -35,6 +36,8 @@ CASES = {
     "nobody has a token": ((0, range(8)), (0, range(8))),
     "nothing leaves its rank": ((5, range(4)), (3, range(4, 8))),
 }
+# What becomes of a rank's choices of its own experts: they travel as all others, or are computed while those do.
+WAYS = {"travels": 10**9, "stays": 0}
 
 
 def experts_of(name: str, dtype: torch.dtype) -> Any:
@@ -48,7 +51,7 @@ def shared_out(experts: Any) -> Any:
     mine = torch.nn.ModuleDict({"experts": copy.deepcopy(experts)})
     plan = {name: "grouped_gemm" for name, _ in mine.named_parameters()} | {"experts": "ep_dispatch_experts"}
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("tp", "ep"))
-    apply_expert_parallelism(mine, mesh["ep"], mesh["tp"], plan, ep_implementation=EXCHANGE)  # type: ignore[arg-type]
+    apply_expert_parallelism(mine, mesh["ep"], mesh["tp"], plan, ep_implementation=exchange.EXCHANGE)  # type: ignore[arg-type]
     return mine["experts"]
 
 
@@ -65,9 +68,9 @@ def run(rank: int, whole: Any, mine: Any, case: str, weight_dtype: torch.dtype) 
     hidden, index, weights = inputs(rank, case, torch.bfloat16)
     real, calls = dist.all_to_all_single, []
 
-    def recorded(output, rows, sizes_in=None, sizes_out=None, group=None):
-        calls.append([[*rows.shape], rows.element_size(), sizes_in, sizes_out])
-        real(output, rows, sizes_in, sizes_out, group=group)
+    def recorded(output, rows, sizes_in=None, sizes_out=None, group=None, async_op=False):
+        calls.append([[*rows.shape], rows.element_size(), sizes_in, sizes_out, async_op])
+        return real(output, rows, sizes_in, sizes_out, group=group, async_op=async_op)
 
     dist.all_to_all_single = recorded
     got = mine(hidden, index, weights.to(weight_dtype))
@@ -97,9 +100,9 @@ def main() -> None:
         for name in ("qwen3_moe", "gpt_oss"):
             whole = experts_of(name, torch.bfloat16)
             mine = shared_out(whole)
-            for dtype in (torch.bfloat16, torch.float32):
-                for case in CASES:
-                    told[f"{name}, {dtype}, {case}"] = run(state.rank, whole, mine, case, dtype)
+            for dtype, way, case in itertools.product((torch.bfloat16, torch.float32), WAYS, CASES):
+                exchange.MANY_CHOICES = WAYS[way]
+                told[f"{name}, {dtype}, {way}, {case}"] = run(state.rank, whole, mine, case, dtype)
         told["gradient"] = gradient(mine)
     (Path(sys.argv[1]) / f"rank-{state.rank}.json").write_text(json.dumps(told), encoding="utf-8")
 

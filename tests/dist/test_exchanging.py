@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from exchanging import CASES, EXPERTS, HIDDEN, K
+from exchanging import CASES, EXPERTS, HIDDEN, WAYS, K
 from ranks import torchrun
 
 LOCAL = EXPERTS // 2
@@ -23,29 +23,38 @@ def told(tmp_path_factory) -> list[dict]:
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("layer", LAYERS)
-def test_tokens_get_what_one_process_gives_them(layer, case, told):
+def test_tokens_get_what_one_process_gives_them(layer, way, case, told):
     for rank in (0, 1):
-        of_case = told[rank][f"{layer}, {case}"]
+        of_case = told[rank][f"{layer}, {way}, {case}"]
         assert of_case["equal"]
         assert of_case["any"] == (CASES[case][rank][0] > 0)
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("layer", LAYERS)
-def test_a_token_travels_once_to_each_rank_and_its_outputs_come_back(layer, case, told):
-    """Four collectives: numbers, choices (int32), tokens and outputs (bf16)."""
-    indices = [told[rank][f"{layer}, {case}"]["index"] for rank in (0, 1)]
-    tokens = [[sum(any(e // LOCAL == to for e in row) for row in index) for to in (0, 1)] for index in indices]
-    outputs = [[sum(e // LOCAL == to for row in index for e in row) for to in (0, 1)] for index in indices]
+def test_a_token_travels_once_to_each_rank_and_its_outputs_come_back(layer, way, case, told):
+    """Four collectives: numbers, choices (int32), tokens and outputs (bf16); nothing for a rank that keeps its own."""
+    indices = [told[rank][f"{layer}, {way}, {case}"]["index"] for rank in (0, 1)]
+    goes = [[way == "travels" or to != rank for to in (0, 1)] for rank in (0, 1)]
+    tokens = [
+        [goes[rank][to] * sum(any(e // LOCAL == to for e in row) for row in indices[rank]) for to in (0, 1)]
+        for rank in (0, 1)
+    ]
+    outputs = [
+        [goes[rank][to] * sum(e // LOCAL == to for row in indices[rank] for e in row) for to in (0, 1)]
+        for rank in (0, 1)
+    ]
     for rank in (0, 1):
         sent, came = tokens[rank], [tokens[other][rank] for other in (0, 1)]
         wanted, asked = outputs[rank], [outputs[other][rank] for other in (0, 1)]
-        assert told[rank][f"{layer}, {case}"]["calls"] == [
-            [[2, 2], 8, None, None],
-            [[sum(sent), K], 4, came, sent],
-            [[sum(sent), HIDDEN], 2, came, sent],
-            [[sum(asked), HIDDEN], 2, wanted, asked],
+        assert told[rank][f"{layer}, {way}, {case}"]["calls"] == [
+            [[2, 2], 8, None, None, False],
+            [[sum(sent), K], 4, came, sent, False],
+            [[sum(sent), HIDDEN], 2, came, sent, False],
+            [[sum(asked), HIDDEN], 2, wanted, asked, True],
         ]
 
 

@@ -17,6 +17,7 @@ from ranks import differences, run_requests
 from safetensors.torch import save_file
 from tiny import save_tiny_vision
 
+from hf_ptq.model.exchange import MANY_CHOICES
 from hf_ptq.quantization.recipe import RECIPES_DIR
 
 MOE = (("qwen3_moe", "deepseek_v3"), ("mixtral", "glm4_moe", "minimax_m2"))  # for two workers
@@ -177,6 +178,17 @@ def test_odd_rows_and_a_rank_whose_experts_starve(tiny, tmp_path, check_export):
         save_file({"input_ids": ids[:rows].clone()}, directory / "rows.safetensors")
         base = {"datasets": [str(directory / "rows.safetensors")], "batch_size": 1, "skip_generate": True}
         compare([tiny("qwen3_moe_starved")], plans, variants, directory, check_export, **base)
+
+
+def test_batches_whose_tokens_go_to_experts_in_two_parts(tiny, tmp_path, check_export):
+    """So many choices a batch that a rank's choices of its own experts do not travel (model/exchange.py)."""
+    rows, length, choices = 8, 512, 2
+    assert rows * length * choices >= MANY_CHOICES
+    ids = torch.randint(3, 250, (4 * rows, length), generator=torch.Generator().manual_seed(4))
+    save_file({"input_ids": ids}, tmp_path / "rows.safetensors")
+    base = {"datasets": [str(tmp_path / "rows.safetensors")], "batch_size": rows, "skip_generate": True}
+    plans = {name: MOE_PLANS[name] for name in ("ep 2", "ep 2 in two groups")}
+    compare([tiny("qwen3_moe")], plans, {"fp8": CALIBRATED["fp8"]}, tmp_path, check_export, **base)
 
 
 MIXED = """

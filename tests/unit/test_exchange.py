@@ -11,30 +11,41 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import CONFIGS, build
 
-from hf_ptq.model.exchange import count_rows, places_of_returned, rows_to_send
+from hf_ptq.model.exchange import NONE, count_rows, numbered_at, order_of_outputs, places_of_outputs
 from hf_ptq.model.experts import KERNELS, choice_outputs, kernel_of, looped_linear, takes_registry, use_our_experts
 
 TOKENS, K, LOCAL, RANKS = st.integers(0, 9), st.integers(1, 4), st.integers(1, 3), st.integers(2, 4)
 
 
-@given(TOKENS, K, LOCAL, RANKS, st.integers(0, 2**32))
-def test_each_token_goes_once_to_each_rank_that_it_needs(tokens: int, k: int, local: int, ranks: int, seed: int):
-    index = torch.randint(0, local * ranks, (tokens, k), generator=torch.Generator().manual_seed(seed))
-    needed, counts = count_rows(index, local, ranks)
-    token, choices = rows_to_send(index, needed, local, int(needed.sum()))
-    sent, returned, expected_counts = [], [], []
+@given(TOKENS, K, LOCAL, RANKS, st.data())
+def test_each_token_goes_once_to_each_rank_that_it_needs(tokens: int, k: int, local: int, ranks: int, data: Any):
+    """Rank `kept` is sent nothing, and its outputs, given in any order, come first."""
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32)))
+    kept = data.draw(st.sampled_from([NONE, *range(ranks)]))
+    index = torch.randint(0, local * ranks, (tokens, k), generator=generator)
+    needed, counts = count_rows(index // local, ranks, kept)
+    pairs: dict[int, list[int]] = {rank: [] for rank in (kept, *range(ranks))}
+    expected_needed, expected_counts = [], []
     for rank in range(ranks):
         here = range(rank * local, (rank + 1) * local)
-        mine = [(t, row) for t, row in enumerate(index.tolist()) if any(e in here for e in row)]
-        sent += [(t, [e - here.start if e in here else local for e in row]) for t, row in mine]
-        pairs = [t * k + slot for t, row in mine for slot, e in enumerate(row) if e in here]
-        returned += pairs
-        expected_counts.append([len(mine), len(pairs)])
+        rows = index.tolist()
+        assert numbered_at(index, rank, local).tolist() == [
+            [e - here.start if e in here else local for e in row] for row in rows
+        ]
+        pairs[rank] = [t * k + slot for t, row in enumerate(rows) for slot, e in enumerate(row) if e in here]
+        sent = [t for t, row in enumerate(rows) if rank != kept and any(e in here for e in row)]
+        expected_needed += [[rank, t] for t in sent]
+        expected_counts.append([len(sent), 0 if rank == kept else len(pairs[rank])])
+    assert needed.nonzero().tolist() == expected_needed
     assert counts.tolist() == expected_counts
-    assert list(zip(token.tolist(), choices.tolist(), strict=True)) == sent
-    assert choices.dtype == torch.int32
-    back = torch.tensor(returned, dtype=torch.int64)  # as if the output of a choice were its number
-    assert back[places_of_returned(index, local)].tolist() == list(range(tokens * k))
+    assert numbered_at(index, torch.arange(tokens)[:, None] % ranks, local).dtype == torch.int32
+
+    mixed = torch.randperm(len(pairs[kept]), generator=generator)  # where the outputs of its own experts are
+    own = torch.tensor(pairs[kept], dtype=torch.int64)
+    elsewhere = torch.tensor([pair for rank in range(ranks) if rank != kept for pair in pairs[rank]], dtype=torch.int64)
+    outputs = torch.cat([torch.empty_like(own).scatter_(0, mixed, own), elsewhere])  # a choice's output is its number
+    places = places_of_outputs(order_of_outputs(index // local, kept), mixed)
+    assert outputs[places].tolist() == list(range(tokens * k))
 
 
 def one_layer(implementation: str) -> Any:

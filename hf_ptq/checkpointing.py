@@ -22,10 +22,10 @@ from rich.console import Console
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
-from hf_ptq import driver, planning, steps
+from hf_ptq import driver, planning, sourcing, steps
 from hf_ptq.checkpoint.dtypes import TORCH_DTYPES
 from hf_ptq.checkpoint.slices import SourceReader
-from hf_ptq.checkpoint.source import open_source
+from hf_ptq.checkpoint.source import download, downloaded, open_source
 from hf_ptq.checkpoint.writer import ShardWriter
 from hf_ptq.config import RunConfig
 from hf_ptq.distributed.agreement import first_decides, together
@@ -102,6 +102,8 @@ def load(source: str | Path, plan: Plan, *, trust_remote_code: bool = False) -> 
         state = replace(state, device=torch.device("cuda", torch.cuda.current_device()))
     report = _silent()
     opened = open_source(str(source), None, trust_remote_code, report)
+    download(opened)
+    opened = downloaded(opened)
     meta = build_meta_model(opened, None, trust_remote_code)
     use_our_experts(meta.model, "grouped_mm")
     nothing = Assignment((), (), None, ())
@@ -176,7 +178,7 @@ def _prepare(
     root: PreTrainedModel, record: Record, config: RunConfig, state: DistributedState, report: Report
 ) -> tuple[driver.Job, planning.ExportPlan]:
     """Everything that can be refused, before anything is written."""
-    source = planning.resolve(config, state, report)
+    source = sourcing.resolve(config, state, report)
     meta = build_meta_model(source, None, config.trust_remote_code)
     together(state, "compare the model with the source", lambda: refuse_if_any(_other_model(meta, root)))
     units = split_units(meta.model, meta.placements)
@@ -185,6 +187,7 @@ def _prepare(
         state, "plan the export", lambda: planning.plan_export(config, recipe, source, meta, units, plan, report)
     )
     together(state, "compare the quantizers", lambda: refuse_if_any(_other_quantizers(assignment, root)))
+    source = sourcing.fetch_weights(state, source, report)
     meta = replace(meta, model=root)
     return driver.Job(source, meta, units, assignment, recipe.algorithm, state, plan, None, None), planned
 

@@ -1,24 +1,22 @@
-"""The steps of a run that read headers and configuration only: from a request to a plan, or to a refusal.
+"""The steps of a run that read headers and configuration only: from a source to a plan, or to a refusal.
 
 Every rank takes them, and after each the ranks know that all have come to the same (distributed/agreement.py). What
-one rank can do for all (fetching, converting, reading the data) rank 0 does. Nothing is remembered between calls.
+one rank can do for all (reading the data) rank 0 does. Nothing is remembered between calls.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from hf_ptq.checkpoint.room import room_problems
 from hf_ptq.checkpoint.shards import ShardPlan, lay_out
-from hf_ptq.checkpoint.source import Source, open_source
+from hf_ptq.checkpoint.source import Source
 from hf_ptq.config import RunConfig
 from hf_ptq.data.datasets import choose_datasets
 from hf_ptq.data.rows import CalibrationData, DatasetUse, deal, read_calibration, rows_digest, too_few_rows
@@ -27,7 +25,6 @@ from hf_ptq.distributed.agreement import (
     first_decides,
     least,
     one_first,
-    same_everywhere,
     together,
 )
 from hf_ptq.distributed.launch import read_wishes
@@ -35,14 +32,13 @@ from hf_ptq.distributed.plan import Plan, decide_plan
 from hf_ptq.distributed.process_group import DistributedState
 from hf_ptq.errors import Problem, UserError, refuse_if_any
 from hf_ptq.export.config_files import NESTED_NAME, exported_config
-from hf_ptq.export.destination import CONFIG_NAME, check_export_path, check_room
+from hf_ptq.export.destination import CONFIG_NAME, room_for_export
 from hf_ptq.export.layout import KV_ALGOS, unquantized_linears
 from hf_ptq.export.layouts import LAYOUTS, Contents, Layout, refuse_inexpressible
 from hf_ptq.export.layouts.fakequant import STATE_FILE, STATE_FOLDER, state_json
 from hf_ptq.export.layouts.layout import WEIGHT_TENSOR, contents_of
 from hf_ptq.export.planned import plan_tensors
 from hf_ptq.export.share import share_out
-from hf_ptq.export.shared_destination import CURE, refuse_unshared_path, unseen
 from hf_ptq.model.build import MetaModel, build_meta_model
 from hf_ptq.model.device_map import measure_rooms, spread_model
 from hf_ptq.model.experts import use_our_experts
@@ -52,7 +48,7 @@ from hf_ptq.model.views import weight_views
 from hf_ptq.quantization.algorithms import ALGORITHMS
 from hf_ptq.quantization.assignment import Assignment, assign
 from hf_ptq.quantization.recipe import Recipe, load_recipe
-from hf_ptq.report import Report, versions
+from hf_ptq.report import Report
 
 OF_DEVICE_MAPS = ("device_map", "offload_folder", "fetched_bytes", "warnings")  # told where there is something to tell
 
@@ -72,64 +68,6 @@ class ExportPlan:
     def num_bytes(self) -> int:
         """Size of all weight files."""
         return sum(shard.num_bytes for shard in self.shards)
-
-
-# --- step 3 --------------------------------------------------------------------------------------
-
-
-def resolve(config: RunConfig, state: DistributedState, report: Report) -> Source:
-    """The source with its headers; the export path is held against it. Every rank sees both, and the same."""
-    opened: list[Source] = []
-
-    def find() -> dict[str, Any]:
-        source = open_source(config.model, config.revision, config.trust_remote_code, report)
-        refuse_if_any(check_export_path(config.export_path, source.directory, config.overwrite))
-        opened.append(source)
-        return {"directory": str(source.directory), "commit": source.commit, "files": source.weight_files}
-
-    found = first_decides(state, "resolve the source", find, is_long=True)
-
-    def see() -> Source:
-        if opened:
-            return opened[0]
-        directory = Path(found["directory"])
-        if missing := unseen([directory / name for name in ("config.json", *found["files"])]):
-            raise UserError(Problem(f"the source: {missing[0]} is not seen on this node", CURE))
-        source = open_source(str(directory), None, config.trust_remote_code, report)
-        return replace(source, origin=config.model, commit=found["commit"])
-
-    source = together(state, "see the source", see)
-    refuse_unshared_path(state, config.export_path)
-    if state.world_size > 1:
-        same_everywhere(state, "compare the ranks", _fingerprint(config, source, state))
-    report.record(
-        "source",
-        {
-            "origin": source.origin,
-            "directory": source.directory,
-            "commit": source.commit,
-            "tensors": len(source.tensors),
-            "bytes": source.total_bytes,
-        },
-    )
-    return source
-
-
-def _fingerprint(config: RunConfig, source: Source, state: DistributedState) -> dict[str, Any]:
-    """What has to be the same on all ranks: options, versions, device, commit, and each file's size and header."""
-    headers: dict[str, list[Any]] = {file: [] for file in source.weight_files}
-    for entry in source.tensors.values():
-        headers[entry.file].append((entry.name, entry.dtype, entry.shape, entry.offset, entry.num_bytes))
-    files = {f"the header of {file}": _digest(entries) for file, entries in headers.items()}
-    sizes = {f"the size of {file}": identity and identity[2] for file, identity in source.as_found.items()}
-    options = {f"the option {name}": str(value) for name, value in asdict(config).items()}
-    software = {f"the version of {name}": version for name, version in versions().items() if name != "platform"}
-    settings = {"config.json": _digest(source.config), "the commit": source.commit, "the device": state.device.type}
-    return options | software | settings | files | sizes
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 # --- step 4 --------------------------------------------------------------------------------------
@@ -228,7 +166,7 @@ def plan_export(
             "effective_bits": round(_effective_bits(source, assignment), 3),
         },
     )
-    refuse_if_any(check_room(config.export_path, export.num_bytes))
+    refuse_if_any(room_problems([*source.needs(), room_for_export(config.export_path, export.num_bytes)]))
     return assignment, export
 
 
@@ -322,7 +260,7 @@ def end_dry_run(config: RunConfig, assignment: Assignment, export: ExportPlan, r
         f"KV cache: {f'keys {cache.k.name}, values {cache.v.name} (by {cache.rule})' if cache else 'as it is'}; {data}"
     )
     report.say(f"{config.export_path}: {export.num_bytes / 1e9:.3f} GB of weights in {len(export.shards)} files")
-    report.say("dry run: nothing was loaded or written")
+    report.say("dry run: no weight was downloaded or loaded, and nothing was exported")
     return report
 
 

@@ -1,8 +1,9 @@
 """One run, as a page: from options to a checked export.
 
-The numbered steps are those of the design. Everything up to step 5 reads headers and configuration only; a dry run
-ends there. The export grows in a temporary directory while the model is quantized, and gets its final name only after
-verification. Every rank of a run executes this page; where they wait for each other is inside the steps.
+The numbered steps are those of the design. Everything up to step 5 reads headers and configuration only, also of a
+model on the hub; a dry run ends there. The export grows in a temporary directory while the model is quantized, and gets
+its final name only after verification. Every rank of a run executes this page; where they wait for each other is inside
+the steps.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import asdict
 import torch
 from rich.console import Console
 
-from hf_ptq import driver, planning, steps
+from hf_ptq import driver, planning, sourcing, steps
 from hf_ptq.checkpoint.slices import SourceReader
 from hf_ptq.config import RunConfig
 from hf_ptq.distributed.agreement import first_decides, together
@@ -27,8 +28,7 @@ from hf_ptq.report_html import write_html
 def run(config: RunConfig, report: Report | None = None) -> Report:
     """Carry out one request; returns the report, which is also in the export.
 
-    Raises UserError where the request cannot be carried out, RunError where the run fails; nothing is left behind.
-    Under a launcher of several ranks all of them call it, and an error ends the process.
+    Raises UserError (wrong request) or RunError (failed run); of several ranks all call it, and one error ends them.
     """
     report = report or Report(Console(quiet=True) if read_launch().rank else None, config.verbose)
     report.record("options", asdict(config))  # 1
@@ -38,7 +38,7 @@ def run(config: RunConfig, report: Report | None = None) -> Report:
         state.failing_together(),
     ):
         torch.manual_seed(config.seed)
-        source = planning.resolve(config, state, report)  # 3
+        source = sourcing.resolve(config, state, report)  # 3
         meta, units, plan = planning.plan_model(config, source, state, report)  # 4
         recipe = together(state, "read the recipe", lambda: planning.read_recipe(config))  # 5
         assignment, export = together(
@@ -47,6 +47,7 @@ def run(config: RunConfig, report: Report | None = None) -> Report:
         if config.dry_run:
             return planning.end_dry_run(config, assignment, export, report)
         data, tokenizer = planning.read_data(config, state, source, meta, assignment, report)
+        source = sourcing.fetch_weights(state, source, report)
         job = driver.Job(source, meta, units, assignment, recipe.algorithm, state, plan, data, tokenizer)
         with (
             SourceReader(source) as reader,

@@ -1,4 +1,4 @@
-"""The header of a safetensors file, read and checked without reading a weight.
+"""The header of a safetensors file, read and checked without reading a weight, also of a file that is not here.
 
     bytes 0..8       length n of the header, little-endian unsigned
     bytes 8..8+n     JSON: tensor name -> {"dtype", "shape", "data_offsets": [begin, end]}, and "__metadata__"
@@ -12,6 +12,7 @@ What this file does not know: indices, other files, and what the tensors are for
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import struct
@@ -19,7 +20,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from hf_ptq.errors import Problem
 
@@ -49,10 +50,19 @@ class TensorEntry:
     num_bytes: int
 
 
+@dataclass(frozen=True)
+class Beginning:
+    """The first bytes of a file that is not here, up to the end of its header, and the size of the whole file."""
+
+    where: str  # how messages name the file
+    start: bytes
+    file_bytes: int
+
+
 class _HeaderError(Exception):
     """What is wrong with a header; becomes a `Problem` that names the file."""
 
-    def __init__(self, what: str, cure: str = "fetch this file again") -> None:
+    def __init__(self, what: str, cure: str = "") -> None:
         super().__init__(what)
         self.cure = cure
 
@@ -64,35 +74,45 @@ def some(items: Iterable[object], limit: int = 5, separator: str = ", ") -> str:
     return separator.join(texts[:limit]) + (f" and {more} more" if more > 0 else "")
 
 
-def read_header(directory: Path, file: str) -> tuple[list[TensorEntry], Problem | None]:
-    """The tensors of `directory/file` in the order of their bytes, or none and what is wrong with the file."""
+def read_header(
+    directory: Path, file: str, beginning: Beginning | None = None
+) -> tuple[list[TensorEntry], Problem | None]:
+    """The tensors of `directory/file` in the order of their bytes, or none and what is wrong with the file.
+
+    `beginning`: read this instead, of a file that is not there yet.
+    """
     path = directory / file
+    where, cure = (path, "fetch this file again") if beginning is None else (beginning.where, "take another --revision")
     try:
-        blob, file_bytes = _read_header_bytes(path)
+        if beginning is None:
+            with path.open("rb") as stream:
+                file_bytes = path.stat().st_size
+                blob = _read_header_bytes(stream, file_bytes)
+        else:
+            file_bytes = beginning.file_bytes
+            blob = _read_header_bytes(io.BytesIO(beginning.start), file_bytes)
         entries = _parse(blob, file)
         _check_layout(entries, data_start=8 + len(blob), file_bytes=file_bytes)
     except OSError as error:
         return [], Problem(f"{path}: cannot be read ({error.strerror or error})")
     except _HeaderError as error:
-        return [], Problem(f"{path}: {error}", error.cure)
+        return [], Problem(f"{where}: {error}", error.cure or cure)
     return entries, None
 
 
-def _read_header_bytes(path: Path) -> tuple[bytes, int]:
-    with path.open("rb") as stream:
-        file_bytes = path.stat().st_size
-        start = stream.read(len(LFS_POINTER))
-        if start == LFS_POINTER:
-            raise _HeaderError("is a Git LFS pointer, not the weights", "run `git lfs pull` in that directory")
-        if len(start) < 8:
-            raise _HeaderError(f"truncated: {file_bytes} bytes, less than the length of a header")
-        (header_bytes,) = struct.unpack("<Q", start[:8])
-        if header_bytes > MAX_HEADER_BYTES:
-            raise _HeaderError(f"corrupt: its first 8 bytes promise a header of {header_bytes} bytes")
-        if 8 + header_bytes > file_bytes:
-            raise _HeaderError(f"truncated: a header of {header_bytes} bytes is promised, the file has {file_bytes}")
-        stream.seek(8)
-        return stream.read(header_bytes), file_bytes
+def _read_header_bytes(stream: BinaryIO, file_bytes: int) -> bytes:
+    start = stream.read(len(LFS_POINTER))
+    if start == LFS_POINTER:
+        raise _HeaderError("is a Git LFS pointer, not the weights", "run `git lfs pull` in that directory")
+    if len(start) < 8:
+        raise _HeaderError(f"truncated: {file_bytes} bytes, less than the length of a header")
+    (header_bytes,) = struct.unpack("<Q", start[:8])
+    if header_bytes > MAX_HEADER_BYTES:
+        raise _HeaderError(f"corrupt: its first 8 bytes promise a header of {header_bytes} bytes")
+    if 8 + header_bytes > file_bytes:
+        raise _HeaderError(f"truncated: a header of {header_bytes} bytes is promised, the file has {file_bytes}")
+    stream.seek(8)
+    return stream.read(header_bytes)
 
 
 def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,31 +1,49 @@
-"""A hub id becomes a directory: one commit, downloaded once, only what is needed.
+"""A hub id becomes a directory: one commit, fetched once, only what is needed, and the weights last.
 
-    1. resolve the revision to a commit and fetch everything small: configuration, tokenizer, code, index
-    2. fetch the weights of that very commit: the files the index names, else model.safetensors, else *.safetensors
+    1. fetch_small_files   resolve the revision to a commit; configuration, tokenizer, code, index
+    2. fetch_headers       of the weight files of that very commit that are not in the cache, the beginnings, by range
+                           requests: all that planning needs. The weights are the files the index names, else
+                           model.safetensors, else *.safetensors
+    3. fetch_weights       the files themselves, when nothing speaks against the run
 
 Weights in other formats (`*.bin *.pth *.gguf *.onnx`, `original/`, `consolidated*`) are never asked for. Without a
-network, or with HF_HUB_OFFLINE=1, huggingface_hub answers both steps from its cache, where a revision is known by the
-name it was fetched under. What is missing there is found by the checks that every source goes through.
+network, or with HF_HUB_OFFLINE=1, huggingface_hub answers from its cache, where a revision is known by the name it was
+fetched under; what is there is read there and asked for nowhere. What is missing is found by the checks that every
+source goes through.
 
-What this file does not know: what is in the files, the index apart.
+huggingface_hub's own reader of remote headers (`parse_safetensors_file_metadata`) tells neither where the data begin
+nor what is wrong with a header, and gives up when the hub is busy; so its parts are used, and headers.py parses.
+
+What this file does not know: what is in the files, the index and the length of a header apart.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hf_ptq.checkpoint.weights import INDEX_FILE, SINGLE_FILE, read_weight_map, safe_name
-from hf_ptq.errors import Problem, RunError, UserError
+from hf_ptq.checkpoint.headers import MAX_HEADER_BYTES, Beginning
+from hf_ptq.checkpoint.room import Need, room_problems
+from hf_ptq.checkpoint.weights import (
+    HEADER_THREADS,
+    INDEX_FILE,
+    SINGLE_FILE,
+    is_plain_weights,
+    read_weight_map,
+    safe_name,
+)
+from hf_ptq.errors import Problem, RunError, UserError, refuse_if_any
 
 SMALL_FILES = (
     *("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.vocab", "*.bpe", "*.spm", "*.py"),
     *("*.md", "LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*"),
 )
 NEVER = ("original/*", "consolidated*", "onnx/*", "openvino/*", "coreml/*", "gguf/*", ".git*")
-NESTED = "*/*"
+FIRST_BYTES = 100_000  # asked for at once: most headers are shorter
 
 _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
 _HUB_ID = re.compile(rf"{_PART}(?:/{_PART})?")
@@ -36,17 +54,50 @@ def is_hub_id(text: str) -> bool:
     return len(text) <= 96 and bool(_HUB_ID.fullmatch(text)) and "--" not in text and ".." not in text
 
 
-def fetch_snapshot(repo: str, revision: str | None) -> tuple[Path, str]:
+def fetch_small_files(repo: str, revision: str | None) -> tuple[Path, str]:
     """The directory of one commit of `repo` in the hub's cache, and the commit (40 hexadecimal digits).
 
-    Raises `UserError` (no such model or revision, gated, not reachable and not cached), `RunError` (the hub or the
-    disk failed on the way).
+    Everything small is there afterwards. Raises `UserError` (no such model or revision, gated, not reachable and not
+    cached), `RunError` (the hub or the disk failed on the way), as the functions below do.
     """
+    with _told(repo, revision):
+        directory = _snapshot(repo, revision, SMALL_FILES)
+    return directory, directory.name
+
+
+def fetch_headers(repo: str, commit: str, directory: Path) -> dict[str, Beginning]:
+    """The beginnings of the weight files that are not in the cache; `directory` is the commit's."""
+    wanted = _names_by_index(directory)
+    if all((directory / name).is_file() for name in wanted or [SINGLE_FILE]):
+        return {}
+    with _told(repo, commit):
+        sizes = _missing(repo, commit, directory, wanted)
+        with ThreadPoolExecutor(HEADER_THREADS) as pool:
+            beginnings = pool.map(lambda name: _beginning(repo, commit, name, sizes[name]), sizes)
+            return dict(zip(sizes, beginnings, strict=True))
+
+
+def fetch_weights(repo: str, commit: str, directory: Path, files: Mapping[str, Beginning]) -> None:
+    """Download `files` of a commit. Raises UserError where the disk has no room for them, too."""
+    refuse_if_any(room_problems([room_for_download(repo, directory, files)]))
+    with _told(repo, commit):
+        _snapshot(repo, commit, [_literally(name) for name in files])
+
+
+def room_for_download(repo: str, directory: Path, files: Mapping[str, Beginning]) -> Need:
+    """What `files` will need on the disk of the hub's cache."""
+    num_bytes = sum(file.file_bytes for file in files.values())
+    return Need(f"the download of {repo}", directory, num_bytes, "set HF_HOME to a directory on another disk")
+
+
+@contextmanager
+def _told(repo: str, revision: str | None) -> Iterator[None]:
+    """Inside the block, every way the hub can say no becomes an error of ours."""
     from huggingface_hub import errors
 
     failures: Any = (OSError, *errors.HfHubHTTPError.__bases__)  # the second is the HTTP library's own error
     try:
-        return _fetch(repo, revision)
+        yield
     except errors.GatedRepoError:
         cure = f"accept its terms at https://huggingface.co/{repo}, then `hf auth login` or set HF_TOKEN"
         raise UserError(Problem(f"{repo} is gated, and this account has no access to it", cure)) from None
@@ -64,25 +115,78 @@ def fetch_snapshot(repo: str, revision: str | None) -> tuple[Path, str]:
         raise RunError(Problem(f"fetching {repo} failed: {error}", "try again; HF_HOME chooses the disk")) from error
 
 
-def _fetch(repo: str, revision: str | None) -> tuple[Path, str]:
+def _snapshot(repo: str, revision: str | None, wanted: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
 
-    def fetch(revision: str | None, wanted: Sequence[str], unwanted: Sequence[str] = ()) -> Path:
-        return Path(
-            snapshot_download(repo, revision=revision, allow_patterns=list(wanted), ignore_patterns=list(unwanted))
-        )
+    unwanted = NEVER if wanted == SMALL_FILES else ()
+    return Path(snapshot_download(repo, revision=revision, allow_patterns=list(wanted), ignore_patterns=list(unwanted)))
 
-    directory = fetch(revision, SMALL_FILES, NEVER)
-    commit = directory.name
-    if (directory / INDEX_FILE).exists():
-        weight_map = read_weight_map(directory / INDEX_FILE)
-        if not isinstance(weight_map, Problem):  # a broken index is reported by the checks of the directory
-            fetch(commit, [_literally(name) for name in sorted(set(weight_map.values())) if safe_name(name)])
-        return directory, commit
-    fetch(commit, [SINGLE_FILE])
-    if not (directory / SINGLE_FILE).exists():
-        fetch(commit, ["*.safetensors"], [*NEVER, NESTED])
-    return directory, commit
+
+def _names_by_index(directory: Path) -> list[str]:
+    """The weight files that the index names; none without an index. A broken one is reported by other checks."""
+    weight_map = read_weight_map(directory / INDEX_FILE) if (directory / INDEX_FILE).exists() else {}
+    named = () if isinstance(weight_map, Problem) else weight_map.values()
+    return sorted(name for name in set(named) if safe_name(name))
+
+
+def _missing(repo: str, commit: str, directory: Path, wanted: Sequence[str]) -> dict[str, int]:
+    """Name -> bytes of the weight files that have to be downloaded; those that another commit has are linked here.
+
+    `wanted`: what the index names. Where the hub cannot be asked, nothing: the directory is what it is.
+    """
+    from huggingface_hub import errors, snapshot_download
+    from tqdm.auto import tqdm
+
+    class NoBar(tqdm):  # the bars would speak of a download
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{**kwargs, "disable": True})
+
+    patterns = [_literally(name) for name in wanted] or ["*.safetensors"]
+    try:
+        listed = snapshot_download(repo, revision=commit, allow_patterns=patterns, dry_run=True, tqdm_class=NoBar)
+    except errors.DryRunError:
+        return {}
+    files = {info.filename: info for info in listed}
+    chosen = wanted or ([SINGLE_FILE] if SINGLE_FILE in files else filter(is_plain_weights, files))
+    found = [files[name] for name in chosen if name in files]
+    linked = [info.filename for info in found if info.is_cached and not (directory / info.filename).is_file()]
+    if linked:
+        _snapshot(repo, commit, [_literally(name) for name in linked])
+    return {info.filename: info.file_size or 0 for info in found if not info.is_cached}
+
+
+def _beginning(repo: str, commit: str, name: str, file_bytes: int) -> Beginning:
+    from huggingface_hub import hf_hub_url
+
+    url = hf_hub_url(repo, name, revision=commit)
+    start = _read_range(url, 0, min(FIRST_BYTES, file_bytes))
+    end = 8 + int.from_bytes(start[:8], "little")
+    if len(start) < end <= min(file_bytes, 8 + MAX_HEADER_BYTES):
+        start += _read_range(url, len(start), end)
+    return Beginning(f"{name} of {repo} on the hub", start[:end], file_bytes)
+
+
+def _read_range(url: str, begin: int, end: int) -> bytes:
+    """Bytes of a file on the hub; of one that answers with the whole file no more is read than that."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
+
+    if begin == end:
+        return b""
+    asked = {**build_hf_headers(), "Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
+    with http_stream_backoff("GET", url, headers=asked, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT) as response:
+        hf_raise_for_status(response)
+        first = begin if response.status_code == 206 else 0
+        return _take(response.iter_bytes(), begin - first, end - first)
+
+
+def _take(chunks: Iterable[bytes], begin: int, end: int) -> bytes:
+    read = bytearray()
+    for chunk in chunks:
+        read += chunk
+        if len(read) >= end:
+            break
+    return bytes(read[begin:end])
 
 
 def _literally(name: str) -> str:

@@ -5,7 +5,9 @@
     FILE.gguf, demo      converted once, in our own cache (gguf.py)
 
 `check_source_cheaply` says within milliseconds what is wrong without a network and without torch; `open_source` says
-everything, all problems at once. No weight is read by either.
+everything, all problems at once. No weight is read by either, nor downloaded: of a hub repository only the headers are
+fetched, and `download` gets the files once the run is known to be possible. (A GGUF file is converted, whole, when it
+is opened: its header does not tell what the checkpoint made of it will hold.)
 
 What this file does not know: how a tensor's bytes are used, and which module they belong to.
 """
@@ -14,20 +16,22 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_ptq.checkpoint.gguf import convert_gguf, demo_gguf_path, gguf_problems
-from hf_ptq.checkpoint.headers import TensorEntry
-from hf_ptq.checkpoint.hub import fetch_snapshot, is_hub_id
-from hf_ptq.checkpoint.weights import FoundWeights, ReadWeights, find_weights, read_weights
-from hf_ptq.errors import Problem, UserError, refuse_if_any
+from hf_ptq.checkpoint.headers import Beginning, TensorEntry, some
+from hf_ptq.checkpoint.hub import fetch_headers, fetch_small_files, fetch_weights, is_hub_id, room_for_download
+from hf_ptq.checkpoint.room import Need
+from hf_ptq.checkpoint.weights import NOTHING, FoundWeights, ReadWeights, find_weights, read_weights
+from hf_ptq.errors import Problem, RunError, UserError, refuse_if_any
 
 if TYPE_CHECKING:
     from hf_ptq.report import Report
 
-__all__ = ["Source", "TensorEntry", "check_source_cheaply", "open_source"]
+__all__ = ["Source", "TensorEntry", "check_source_cheaply", "download", "downloaded", "open_source"]
 
 DEMO = "demo"
 KINDS = "a directory with config.json and *.safetensors, a hub id like Qwen/Qwen3-0.6B, a .gguf file, or demo"
@@ -58,11 +62,21 @@ class Source:
     tensors: dict[str, TensorEntry]  # in the order of the files, and of the bytes within a file
     weight_files: tuple[str, ...]  # relative to the directory
     as_found: dict[str, FileIdentity | None] = field(default_factory=dict)  # of weight files, before headers were read
+    elsewhere: Mapping[str, Beginning] = field(default_factory=dict)  # weight files that are on the hub only
 
     @property
     def total_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(entry.num_bytes for entry in self.tensors.values())
+
+    @property
+    def download_bytes(self) -> int:
+        """Bytes of the weight files that are on the hub only."""
+        return sum(beginning.file_bytes for beginning in self.elsewhere.values())
+
+    def needs(self) -> list[Need]:
+        """What has to be free on the disk before its weights are here."""
+        return [room_for_download(self.origin, self.directory, self.elsewhere)] if self.elsewhere else []
 
 
 def check_source_cheaply(model: str) -> list[Problem]:
@@ -83,10 +97,17 @@ def check_source_cheaply(model: str) -> list[Problem]:
     return [] if is_hub_id(model) else [Problem(f"{model!r} does not exist, and cannot be a hub id", f"give {KINDS}")]
 
 
-def open_source(model: str, revision: str | None, trust_remote_code: bool, report: Report) -> Source:
-    """Resolve `model`, fetch or convert it if needed, and read and check every header.
+def open_source(
+    model: str,
+    revision: str | None,
+    trust_remote_code: bool,
+    report: Report,
+    elsewhere: Mapping[str, Beginning] = NOTHING,
+) -> Source:
+    """Resolve `model`, fetch what is small or convert it if needed, and read and check every header.
 
-    `revision` is a branch, tag or commit and means something for hub ids only. Raises `UserError` with all problems.
+    `revision` is a branch, tag or commit and means something for hub ids only; `elsewhere` are files that a directory
+    will get by a download. Raises `UserError` with all problems.
     """
     path = Path(model).expanduser()
     if not path.is_dir():
@@ -96,16 +117,50 @@ def open_source(model: str, revision: str | None, trust_remote_code: bool, repor
     found, read = FoundWeights((), None), ReadWeights({}, (), ())
     as_found: dict[str, FileIdentity | None] = {}
     if _is_checkpoint(directory):
-        found = find_weights(directory, model)
+        if not path.is_dir() and commit is not None:
+            elsewhere = fetch_headers(model, commit, directory)
+        found = find_weights(directory, model, elsewhere)
         as_found = {file: file_identity(directory / file) for file in found.files}
-        read = read_weights(directory, found)
+        read = read_weights(directory, found, elsewhere)
         problems += [*found.problems, *read.problems]
     if config:
         problems += _code_problems(directory, config, trust_remote_code)
     refuse_if_any(problems)
     for note in (*found.notes, *read.notes):
         report.warn(f"{directory}: {note}")
-    return Source(directory, model, commit, config, read.tensors, found.files, as_found)
+    return Source(directory, model, commit, config, read.tensors, found.files, as_found, elsewhere)
+
+
+def download(source: Source) -> None:
+    """Fetch the weight files that are on the hub only, of the commit that was opened; nothing for other sources.
+
+    Raises `UserError` where the disk has no room for them or the hub does not give them, `RunError` where it fails.
+    """
+    if source.elsewhere:
+        assert source.commit is not None, "only a commit of the hub has files elsewhere"
+        fetch_weights(source.origin, source.commit, source.directory, source.elsewhere)
+
+
+def downloaded(source: Source) -> Source:
+    """The source after its download. Raises `RunError` unless the headers on the disk are those it was opened with."""
+    if not source.elsewhere:
+        return source
+    found = find_weights(source.directory, source.origin)
+    as_found = {file: file_identity(source.directory / file) for file in found.files}
+    read = read_weights(source.directory, found)
+    if problems := [*found.problems, *read.problems]:
+        raise RunError(*problems)
+    if other := _differing_files(source.tensors, read.tensors):
+        what = f"{source.origin}: what was downloaded is not what the hub's headers said: {some(other)}"
+        raise RunError(Problem(what, f"remove these files from {source.directory}, and run again"))
+    return replace(source, as_found=as_found, elsewhere={})
+
+
+def _differing_files(planned: Mapping[str, TensorEntry], there: Mapping[str, TensorEntry]) -> list[str]:
+    """Files that hold a tensor which is not in both, or not in the same place, dtype and shape."""
+    entries = {entry for name in planned.keys() | there.keys() for entry in (planned.get(name), there.get(name))}
+    both = {entry for name, entry in planned.items() if there.get(name) == entry}
+    return sorted({entry.file for entry in entries - both if entry is not None})
 
 
 def _resolve(model: str, path: Path, revision: str | None, report: Report) -> tuple[Path, str | None]:
@@ -117,7 +172,7 @@ def _resolve(model: str, path: Path, revision: str | None, report: Report) -> tu
         return path, _commit_of(path)
     if local:
         return convert_gguf(demo_gguf_path() if model == DEMO else path, report), None
-    directory, commit = fetch_snapshot(model, revision)
+    directory, commit = fetch_small_files(model, revision)
     report.say(f"{model}: commit {commit} in {directory}")
     return directory, commit
 

@@ -5,7 +5,8 @@ every *.safetensors at the top level, `consolidated*` (the same weights in Mistr
 from a stranger: one that would leave the directory is refused by its spelling. Where the file lies in the end is not
 asked, since in the hub's cache every file is a symbolic link to `../../blobs`.
 
-`find_weights` opens no weight file and costs a directory listing and one JSON; `read_weights` reads every header.
+`find_weights` opens no weight file and costs a directory listing and one JSON; `read_weights` reads every header. For
+both, a file may be elsewhere as long as its beginning is here (`Beginning`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
-from hf_ptq.checkpoint.headers import TensorEntry, read_header, some
+from hf_ptq.checkpoint.headers import Beginning, TensorEntry, read_header, some
 from hf_ptq.errors import Problem
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -27,6 +28,7 @@ HEADER_THREADS = 16  # a header is a round trip or two on a network file system
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 TOKENIZER_FILES = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece")
+NOTHING: Mapping[str, Beginning] = {}
 NOT_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state")  # of a training run, pickled too
 
 
@@ -68,12 +70,20 @@ def safe_name(name: str) -> bool:
     return plain and not path.is_absolute() and ".." not in path.parts
 
 
-def find_weights(directory: Path, model: str) -> FoundWeights:
-    """The weight files of `directory`; `model` is what the user asked for, named in the messages."""
-    here = {path.name for path in directory.iterdir()}
-    top_level = sorted(name for name in here if name.endswith(".safetensors") and not name.startswith("consolidated"))
+def is_plain_weights(name: str) -> bool:
+    """Whether a file at the top level of a checkpoint holds weights, by its name alone."""
+    return name.endswith(".safetensors") and not name.startswith("consolidated") and "/" not in name
+
+
+def find_weights(directory: Path, model: str, elsewhere: Mapping[str, Beginning] = NOTHING) -> FoundWeights:
+    """The weight files of `directory`; `model` is what the user asked for, named in the messages.
+
+    `elsewhere`: files that count as being in the directory, by their names relative to it.
+    """
+    here = {path.name for path in directory.iterdir()} | set(elsewhere)
+    top_level = sorted(filter(is_plain_weights, here))
     if INDEX_FILE in here:
-        return _indexed(directory, top_level)
+        return _indexed(directory, top_level, elsewhere)
     if SINGLE_FILE in here:
         unread = [name for name in top_level if name != SINGLE_FILE]
         return FoundWeights((SINGLE_FILE,), None, notes=_unread_note(unread, SINGLE_FILE))
@@ -112,7 +122,7 @@ def read_weight_map(index: Path) -> Mapping[str, str] | Problem:
     return Problem(f"{index}: has no weight_map from tensors to files", "fetch it again")
 
 
-def _indexed(directory: Path, top_level: Sequence[str]) -> FoundWeights:
+def _indexed(directory: Path, top_level: Sequence[str], elsewhere: Mapping[str, Beginning]) -> FoundWeights:
     index = directory / INDEX_FILE
     weight_map = read_weight_map(index)
     if isinstance(weight_map, Problem):
@@ -121,7 +131,7 @@ def _indexed(directory: Path, top_level: Sequence[str]) -> FoundWeights:
     unsafe = [name for name in named if not safe_name(name)]
     foreign = [name for name in named if safe_name(name) and not name.endswith(".safetensors")]
     good = [name for name in named if name not in unsafe and name not in foreign]
-    missing = [name for name in good if not (directory / name).is_file()]
+    missing = [name for name in good if not (directory / name).is_file() and name not in elsewhere]
     problems = []
     if unsafe:
         problems.append(Problem(f"{index}: names files outside its directory: {some(map(repr, unsafe))}"))
@@ -134,11 +144,12 @@ def _indexed(directory: Path, top_level: Sequence[str]) -> FoundWeights:
     return FoundWeights(tuple(good), weight_map, tuple(problems), _unread_note(unread, INDEX_FILE))
 
 
-def read_weights(directory: Path, found: FoundWeights) -> ReadWeights:
+def read_weights(directory: Path, found: FoundWeights, elsewhere: Mapping[str, Beginning] = NOTHING) -> ReadWeights:
     """Read the headers of all `found.files`. Files that `found.problems` calls missing are passed over."""
-    files = [name for name in found.files if found.weight_map is None or (directory / name).is_file()]
+    there = {name for name in found.files if found.weight_map is None or (directory / name).is_file()}
+    files = [name for name in found.files if name in there or name in elsewhere]
     with ThreadPoolExecutor(HEADER_THREADS) as pool:
-        headers = list(pool.map(lambda file: read_header(directory, file), files))
+        headers = list(pool.map(lambda file: read_header(directory, file, elsewhere.get(file)), files))
     problems = [problem for _, problem in headers if problem]
     whole = {file for file, (_, problem) in zip(files, headers, strict=True) if not problem}
     entries = [entry for entries, _ in headers for entry in entries]

@@ -29,6 +29,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
+from hf_ptq.checkpoint.room import Need
 from hf_ptq.checkpoint.shards import INDEX_NAME
 from hf_ptq.errors import Problem, RunError, UserError
 from hf_ptq.report import REPORT_FILE, Report
@@ -66,22 +67,13 @@ def home_of(final: Path) -> Path:
     return nearest_directory(final if _goes_inside(final) else final.parent)
 
 
-def check_room(path: Path, needed_bytes: int) -> list[Problem]:
-    """One problem if the file system of `path` has less than `needed_bytes` free; both numbers are in it.
+def room_for_export(path: Path, num_bytes: int) -> Need:
+    """What the export will need on the file system of `path`.
 
     An earlier export at `path` does not count as free: it stays until the new one is complete.
     """
     home = nearest_directory(path.expanduser().resolve())
-    room = os.statvfs(home)
-    free_bytes = room.f_bavail * room.f_frsize
-    if free_bytes >= needed_bytes or room.f_blocks == 0:  # some network file systems do not say
-        return []
-    return [
-        Problem(
-            f"the export needs {_size(needed_bytes)}, the file system of {home} has {_size(free_bytes)} free",
-            "free room there, or take another --export_path",
-        )
-    ]
+    return Need("the export", home, num_bytes, "take another --export_path")
 
 
 def is_earlier_export(directory: Path) -> bool:
@@ -190,10 +182,6 @@ def _is_mount_point(path: Path) -> bool:
 def _entries(directory: Path) -> list[Path]:
     """What lies in a directory, temporaries of any run apart."""
     return sorted(p for p in directory.iterdir() if p.name not in NOBODYS and not OURS.fullmatch(p.name))
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.2f} GB ({num_bytes:,} bytes)"
 
 
 # --- the temporary directory -----------------------------------------------------------------------

@@ -20,7 +20,7 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from hf_ptq import planning
+from hf_ptq import sourcing
 from hf_ptq.config import RunConfig
 from hf_ptq.distributed import agreement
 from hf_ptq.distributed.process_group import DistributedState, distributed_run
@@ -115,12 +115,12 @@ def unseen_by_rank_1(name: str, run: Case) -> Case:
     def case(state: DistributedState) -> Any:
         real = shared_destination.unseen
         hidden = lambda paths: [p for p in paths if name in str(p)]  # noqa: E731
-        for module in (shared_destination, planning):
+        for module in (shared_destination, sourcing):
             module.unseen = real if state.is_first else hidden
         try:
             return run(state)
         finally:
-            for module in (shared_destination, planning):
+            for module in (shared_destination, sourcing):
                 module.unseen = real
 
     return case
@@ -131,11 +131,11 @@ def see_export(state: DistributedState) -> Any:
 
 
 def see_source(state: DistributedState) -> Any:
-    return str(planning.resolve(config(), state, silent()).directory)
+    return str(sourcing.resolve(config(), state, silent()).directory)
 
 
 def other_config_on_rank_1(state: DistributedState) -> Any:
-    return str(planning.resolve(config(calib_seq=512 + state.rank), state, silent()).directory)
+    return str(sourcing.resolve(config(calib_seq=512 + state.rank), state, silent()).directory)
 
 
 def silent() -> Report:

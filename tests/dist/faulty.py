@@ -70,11 +70,11 @@ def at_call(call: int, function: Callable, happens: Callable[[], None]) -> Calla
 
 def build_in(step: str, happens: Callable[[], None]) -> None:
     """Let something happen where the step does its work."""
-    from hf_ptq import driver, planning, steps
+    from hf_ptq import driver, sourcing, steps
 
     forward = driver._calibrated_forward
     places: dict[str, tuple[object, str, int]] = {
-        "resolve": (planning, "open_source", 1),
+        "resolve": (sourcing, "open_source", 1),
         "load": (driver, "refuse_nonfinite", 2),
         "preview": (steps.preview, "preview", 1),
         "pack": (driver, "quantize_unit", 2),

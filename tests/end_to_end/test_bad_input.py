@@ -323,7 +323,7 @@ def test_a_disk_with_too_little_room(
 ) -> None:
     room = os.statvfs("/")
     few = os.statvfs_result((room.f_bsize, 1000, 1_000_000, 20, 20, *tuple(room)[5:]))
-    monkeypatch.setattr(destination.os, "statvfs", lambda path: few)
+    monkeypatch.setattr(os, "statvfs", lambda path: few)
     said = refused(tiny("llama"))
     assert "the export needs" in said
     assert "free" in said

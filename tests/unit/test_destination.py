@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from hf_ptq.checkpoint.room import room_problems
 from hf_ptq.errors import RunError, UserError
 from hf_ptq.export import destination as module
-from hf_ptq.export.destination import Destination, check_export_path, check_room, is_earlier_export
+from hf_ptq.export.destination import Destination, check_export_path, is_earlier_export, room_for_export
 from hf_ptq.report import Report
 
 HOST = socket.gethostname()
@@ -168,8 +169,8 @@ def test_a_parent_that_cannot_be_written_is_no_matter_if_the_path_can(tmp_path, 
 def test_room(tmp_path):
     room = os.statvfs(tmp_path)
     free = room.f_bavail * room.f_frsize
-    assert check_room(tmp_path / "a" / "b", free // 2) == []
-    (problem,) = check_room(tmp_path / "a" / "b", 10**18 + 1)
+    assert room_problems([room_for_export(tmp_path / "a" / "b", free // 2)]) == []
+    (problem,) = room_problems([room_for_export(tmp_path / "a" / "b", 10**18 + 1)])
     assert "needs 1000000000.00 GB (1,000,000,000,000,000,001 bytes)" in problem.what
     assert f"the file system of {tmp_path} has " in problem.what
     reported = int(problem.what.split("(")[2].split(" bytes")[0].replace(",", ""))

@@ -2,80 +2,29 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from urllib.parse import unquote
 
 import huggingface_hub
 import pytest
 from checkpoint_files import write_checkpoint
 from huggingface_hub import constants, errors
+from local_hub import COMMIT, Hub, environment
 from rich.console import Console
 
-from hf_ptq.checkpoint.hub import _literally, fetch_snapshot, is_hub_id
+from hf_ptq.checkpoint.hub import _literally, fetch_small_files, is_hub_id
 from hf_ptq.checkpoint.source import open_source
 from hf_ptq.errors import RunError, UserError
 from hf_ptq.report import Report
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 NEEDED = ("config.json", "tokenizer.json", "README.md", "modeling_x.py", "code/deep.py")
 SMALL = {name: name.encode() for name in NEEDED}
 UNWANTED = ("pytorch_model.bin", "x.gguf", "original/a.safetensors", "consolidated.safetensors")
 HEAVY = {name: name.encode() for name in UNWANTED}
-
-
-def etag(body: bytes) -> str:
-    return hashlib.sha1(body).hexdigest()
-
-
-class Hub(ThreadingHTTPServer):
-    """Answers what huggingface_hub asks for one repository, `org/name`, and notes which files it gave."""
-
-    def __init__(self, files: dict[str, bytes]) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.files, self.fetched, self.file_status = files, [], 200
-        self.url = f"http://127.0.0.1:{self.server_port}"
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-
-    def response(self, path: str) -> tuple[int, bytes, dict[str, str]]:
-        if not path.startswith(("/api/models/org/name/", "/org/name/resolve/")):
-            return 404, b"", {"X-Error-Code": "RepoNotFound"}
-        if "/resolve/" in path:
-            body = self.files[path.split("/resolve/")[1].split("/", 1)[1]]
-            return self.file_status, body, {"ETag": f'"{etag(body)}"', "X-Repo-Commit": COMMIT}
-        if "/tree/" in path:
-            tree = [{"type": "file", "path": n, "size": len(b), "oid": etag(b)} for n, b in self.files.items()]
-            return 200, json.dumps(tree).encode(), {"Content-Type": "application/json"}
-        if path.endswith("/revision/main"):
-            return 200, json.dumps({"id": "org/name", "sha": COMMIT}).encode(), {}
-        return 404, b"", {"X-Error-Code": "RevisionNotFound"}
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Hub
-
-    def log_message(self, *_):
-        pass
-
-    def do_HEAD(self):
-        status, body, headers = self.server.response(unquote(self.path.split("?")[0]))
-        self.send_response(status)
-        for key, value in (headers | {"Content-Length": str(len(body))}).items():
-            self.send_header(key, value)
-        self.end_headers()
-        if self.command == "GET":
-            if "ETag" in headers:
-                self.server.fetched.append(unquote(self.path).split("/resolve/")[1].split("/", 1)[1])
-            self.wfile.write(body)
-
-    do_GET = do_HEAD
 
 
 @pytest.fixture
@@ -88,21 +37,21 @@ def hub():
 
     yield make
     for server in made:
-        server.shutdown()
-        server.server_close()
+        server.stop()
 
 
 def fetch_in_process(home: Path, url: str, repo: str = "org/name", revision: str | None = None):
-    """`fetch_snapshot` in a process of its own, since huggingface_hub reads its environment when it is imported."""
+    """All three fetches in a process of its own, since huggingface_hub reads its environment when it is imported."""
     code = (
-        "import sys, json; from hf_ptq.checkpoint.hub import fetch_snapshot\n"
-        f"d, c = fetch_snapshot({repo!r}, {revision!r})\n"
+        "import sys, json; from hf_ptq.checkpoint.hub import fetch_headers, fetch_small_files, fetch_weights\n"
+        f"d, c = fetch_small_files({repo!r}, {revision!r})\n"
+        f"if h := fetch_headers({repo!r}, c, d): fetch_weights({repo!r}, c, d, h)\n"
         "print(json.dumps([str(d), c, sorted(str(p.relative_to(d)) for p in d.rglob('*') if p.is_file())]))"
     )
-    environment = os.environ | {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    for name in ("HF_HUB_OFFLINE", "HF_HUB_CACHE", "HF_TOKEN"):
-        environment.pop(name, None)
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    variables = os.environ | environment(home, url)
+    for name in ("HF_HUB_CACHE", "HF_TOKEN"):
+        variables.pop(name, None)
+    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=False)
     return json.loads(done.stdout) if done.returncode == 0 else done.stderr
 
 
@@ -193,7 +142,7 @@ def test_offline_works_from_the_cache(cache, revision):
 @pytest.mark.parametrize(("repo", "revision"), [("org/name", "other"), ("org/name", "f" * 40), ("org/absent", None)])
 def test_offline_and_not_cached_says_what_to_do(cache, repo, revision):
     with pytest.raises(UserError, match="HF_HUB_OFFLINE is set") as caught:
-        fetch_snapshot(repo, revision)
+        fetch_small_files(repo, revision)
     assert f"run once without HF_HUB_OFFLINE, or `hf download {repo}`" in str(caught.value)
     assert str(cache.parent) in str(caught.value)
 
@@ -231,7 +180,7 @@ def test_each_answer_of_the_hub_has_its_message(monkeypatch, error, raised, what
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", raising(error))
     with pytest.raises(raised) as caught:
-        fetch_snapshot("org/name", "r")
+        fetch_small_files("org/name", "r")
     assert what in caught.value.problems[0].what
     assert cure in caught.value.problems[0].cure
 

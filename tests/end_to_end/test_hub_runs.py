@@ -1,0 +1,186 @@
+"""Runs from a hub id: everything is refused, and planned, before a weight is downloaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+from local_hub import COMMIT, REPO, Hub, files_of
+from rich.console import Console
+from tiny import load_tensors, raw
+
+from hf_ptq.checkpoint import hub as hub_module
+from hf_ptq.checkpoint import room as room_module
+from hf_ptq.checkpoint.source import downloaded, open_source
+from hf_ptq.checkpointing import load
+from hf_ptq.distributed.plan import Plan
+from hf_ptq.errors import RunError, UserError
+from hf_ptq.report import Report
+
+Quantize = Callable[..., Path]
+EXACT = 8  # bytes asked for first, so that of each file no more than its header is given
+
+
+@pytest.fixture
+def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], Hub]]:
+    """A hub with a checkpoint as org/name, and an empty cache for it."""
+    made: list[Hub] = []
+
+    def start(source: Path, **config: object) -> Hub:
+        files = files_of(source)
+        files["config.json"] = json.dumps(json.loads(files["config.json"]) | config).encode()
+        made.append(Hub(files))
+        monkeypatch.setattr(constants, "ENDPOINT", made[0].url)
+        template = made[0].url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        return made[0]
+
+    yield start
+    for server in made:
+        server.stop()
+
+
+def header_bytes(body: bytes) -> int:
+    return 8 + int.from_bytes(body[:8], "little")
+
+
+def weights_in(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.rglob("*.safetensors"))
+
+
+def silent() -> Report:
+    return Report(Console(quiet=True), verbose=False)
+
+
+REFUSALS: dict[str, tuple[dict, dict, str]] = {
+    "already quantized": ({"quantization_config": {"quant_method": "fp8"}}, {}, "quantized sources are not read"),
+    "unknown architecture": ({"model_type": "nobody", "auto_map": None}, {}, "does not know the model_type 'nobody'"),
+    "other shapes": ({"intermediate_size": 95}, {}, "95"),
+    "a recipe for nothing": ({}, {"recipe": "nothing.yaml"}, "quantizes nothing"),
+    "no room": ({}, {}, "the download of org/name needs"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refusals_come_before_the_download(case, tiny, serve, quantize, tmp_path, monkeypatch):
+    config, options, said = REFUSALS[case]
+    hub = serve(tiny("llama"), **config)
+    monkeypatch.setattr(hub_module, "FIRST_BYTES", EXACT)
+    if "recipe" in options:
+        (tmp_path / "nothing.yaml").write_text('rules: [{pattern: "*", enable: false}]\n')
+        options = {"recipe": str(tmp_path / "nothing.yaml")}
+    if case == "no room":
+        fail_room(monkeypatch)
+    with pytest.raises(UserError, match=said):
+        quantize(REPO, name="out", **options)
+    assert hub.weights_given() == []
+    assert "config.json" in hub.fetched
+    given = sum(count for _, _, count in hub.ranges)
+    assert given == header_bytes(hub.files["model.safetensors"])
+    assert weights_in(tmp_path / "cache") == []
+
+
+def fail_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = room_module.os.statvfs("/")
+    few = room_module.os.statvfs_result((few.f_bsize, 1000, 1_000_000, 20, 20, *tuple(few)[5:]))
+    monkeypatch.setattr(room_module.os, "statvfs", lambda _: few)
+
+
+def test_no_room_says_how_much_is_missing_and_for_what(tiny, serve, quantize, tmp_path, monkeypatch):
+    """The download and the export are on one disk here."""
+    hub = serve(tiny("llama"))
+    fail_room(monkeypatch)
+    with pytest.raises(UserError) as caught:
+        quantize(REPO, name="out")
+    (problem,) = caught.value.problems
+    size = len(hub.files["model.safetensors"])
+    assert f"the download of org/name needs 0.00 GB ({size:,} bytes) and the export needs" in problem.what
+    assert str(tmp_path / "cache" / "models--org--name" / "snapshots" / COMMIT) in problem.what
+    free = int(problem.what.split("has 0.00 GB (")[1].split(" ")[0].replace(",", ""))
+    export = int(problem.what.split("the export needs 0.00 GB (")[1].split(" ")[0].replace(",", ""))
+    assert f"({size + export - free:,} bytes) are missing" in problem.what
+    assert "set HF_HOME" in problem.cure
+
+
+def test_a_dry_run_tells_the_size_of_the_download_and_downloads_no_weights(tiny, serve, quantize, tmp_path):
+    hub, report = serve(tiny("llama")), Report(Console(record=True, width=300, quiet=False), verbose=True)
+    quantize(REPO, name="out", report=report, dry_run=True)
+    size = len(hub.files["model.safetensors"])
+    assert f"to download: 1 files, {size / 1e9:.2f} GB ({size:,} bytes)" in report.console.export_text()
+    assert report.sections["source"]["to_download"] == size
+    assert report.sections["source"]["commit"] == COMMIT
+    assert hub.weights_given() == []
+    assert [(file, first) for file, first, _ in hub.ranges] == [("model.safetensors", 0)]
+    assert weights_in(tmp_path / "cache") == []
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_exports_what_a_local_run_does_and_a_second_one_needs_no_network(tiny, serve, quantize, tmp_path):
+    hub = serve(tiny("qwen3_moe"))
+    local = load_tensors(quantize(tiny("qwen3_moe"), "nvfp4", name="local"))
+    report = Report(verbose=False)
+    first = load_tensors(quantize(REPO, "nvfp4", name="first", report=report))
+    assert {n: raw(t) for n, t in first.items()} == {n: raw(t) for n, t in local.items()}
+    assert hub.weights_given() == weights_in(tiny("qwen3_moe"))
+    assert "download" in [stage["name"] for stage in report.stages]
+    assert {path.name for path in (tmp_path / "first").iterdir()} == {
+        path.name for path in (tmp_path / "local").iterdir()
+    }
+    hub.ranges.clear()
+    hub.stop()
+    again = load_tensors(quantize(REPO, "nvfp4", name="again"))
+    assert {n: raw(t) for n, t in again.items()} == {n: raw(t) for n, t in local.items()}
+    assert hub.ranges == []
+
+
+@pytest.mark.parametrize("first_bytes", [EXACT, 1000, 100_000])
+@pytest.mark.parametrize("knows_ranges", [True, False])
+def test_headers_from_the_hub_are_those_on_the_disk(first_bytes, knows_ranges, tiny, serve, monkeypatch):
+    hub = serve(tiny("llama"))
+    hub.knows_ranges = knows_ranges
+    monkeypatch.setattr(hub_module, "FIRST_BYTES", first_bytes)
+    source, local = open_source(REPO, None, False, silent()), open_source(str(tiny("llama")), None, False, silent())
+    assert list(source.tensors.items()) == list(local.tensors.items())
+    assert source.download_bytes == len(hub.files["model.safetensors"])
+    beginning = source.elsewhere["model.safetensors"]
+    assert beginning.start == hub.files["model.safetensors"][: header_bytes(beginning.start)]
+
+
+def test_a_damaged_file_is_named_before_it_is_downloaded(tiny, serve):
+    hub = serve(tiny("llama"))
+    hub.files["model.safetensors"] = hub.files["model.safetensors"][:-10]
+    with pytest.raises(UserError, match=r"model\.safetensors of org/name on the hub: truncated.*lm_head|truncated"):
+        open_source(REPO, None, False, silent())
+    assert hub.weights_given() == []
+
+
+def test_files_that_another_commit_has_are_not_downloaded_again(tiny, serve, quantize, tmp_path):
+    hub = serve(tiny("llama"))
+    quantize(REPO, name="first")
+    (tmp_path / "cache" / "models--org--name" / "snapshots" / COMMIT / "model.safetensors").unlink()
+    source = open_source(REPO, None, False, silent())
+    assert source.download_bytes == 0
+    assert list(source.tensors) == list(open_source(str(tiny("llama")), None, False, silent()).tensors)
+    assert hub.weights_given() == ["model.safetensors"]
+
+
+def test_a_download_that_is_not_what_was_planned_with(tiny, serve):
+    hub = serve(tiny("llama"))
+    source = open_source(REPO, None, False, silent())
+    body = hub.files["model.safetensors"]
+    (source.directory / "model.safetensors").write_bytes(body.replace(b"up_proj", b"xy_proj"))
+    with pytest.raises(RunError, match=r"not what the hub's headers said: model\.safetensors"):
+        downloaded(source)
+
+
+def test_the_library_downloads_what_it_loads(tiny, serve):
+    hub = serve(tiny("llama"))
+    model = load(REPO, Plan("single", "cpu", 0, ()))
+    assert hub.weights_given() == ["model.safetensors"]
+    theirs = load_tensors(tiny("llama"))["model.norm.weight"]
+    assert raw(model.state_dict()["model.norm.weight"]) == raw(theirs)

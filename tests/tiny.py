@@ -62,6 +62,7 @@ VISION_TOKENS = {
 }  # fmt: skip
 # For recipes of their own type only; whole-run tests of every preset leave them out.
 FOR_RECIPES: dict[str, tuple[str, dict]] = {
+    "qwen2_moe": ("Qwen2MoeConfig", {**NO_HEAD_DIM, **QWEN3_MOE, "shared_expert_intermediate_size": 96}),
     "nemotron_h": ("NemotronHConfig", {
         **WIDE, "hidden_size": 128, "head_dim": 32, "intermediate_size": 128, "moe_intermediate_size": 64,
         "moe_shared_expert_intermediate_size": 64, "n_routed_experts": 8, "mamba_num_heads": 8, "mamba_head_dim": 32,

@@ -23,14 +23,13 @@ from hf_ptq.quantization.formats.description import FORMATS, NumberFormat
 from hf_ptq.quantization.groups import fused_groups
 from hf_ptq.quantization.modules import LINEAR as LINEAR_KIND
 from hf_ptq.quantization.modules import class_names, kind_of
+from hf_ptq.quantization.notices import UNFIT_CURE, gate_warnings, recipe_warnings, unfit_warnings
 from hf_ptq.quantization.numerics import BESIDE
 from hf_ptq.quantization.places import places_of, stacked_place
 from hf_ptq.quantization.recipe import Recipe
-from hf_ptq.quantization.rules import LINEAR, Decision, Known, Place, Tensor, numbered, settle
+from hf_ptq.quantization.rules import LINEAR, Decision, Place, Tensor, numbered, settle
 
 MAX_PROBLEMS = 10
-EVERY_MODULE = ("*", "*weight_quantizer")
-UNREAD = (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @dataclass(frozen=True)
@@ -121,8 +120,8 @@ def assign(
     if problems:
         raise UserError(*list(dict.fromkeys(problems))[:MAX_PROBLEMS])
     cache, cache_warnings = decide_cache(recipe, model, views)
-    asked = [*_tied_warnings(recipe, tied, views, decisions), *_unread_warnings(recipe, modules)]
-    warnings += [*asked, *cache_warnings, *_unmatched(recipe, modules, places)]
+    warnings += [*_tied_warnings(recipe, tied, views, decisions), *cache_warnings]
+    warnings += [*recipe_warnings(recipe, modules, views), *gate_warnings(q.view.modules[0] for q in quantized)]
     return Assignment(tuple(quantized), tuple(left), cache, tuple(warnings))
 
 
@@ -229,25 +228,6 @@ def _tied_problems(recipe: Recipe, tied: Mapping[str, str]) -> list[Problem]:
     return found
 
 
-def _unread_warnings(recipe: Recipe, modules: Mapping[str, nn.Module]) -> list[str]:
-    """Embeddings and convolutions that a rule is about: no server reads them quantized, so they are left alone.
-
-    A rule for every module says nothing of them.
-    """
-    asked: dict[str, list[str]] = {}
-    for name, module in modules.items():
-        if not isinstance(module, UNREAD):
-            continue
-        decision = settle(recipe.rules, "weight", Place((name,), class_names(module)))
-        if decision.asks and str(decision.rule) not in EVERY_MODULE:
-            asked.setdefault(type(module).__name__, []).append(name)
-    return [
-        f"{len(names)} {kind} modules ({names[0]}{' ...' if len(names) > 1 else ''}) are left unquantized, though the "
-        "recipe asks for them: no server reads them quantized"
-        for kind, names in asked.items()
-    ]
-
-
 def _groups(views: Sequence[WeightView]) -> dict[str, tuple[str, ...]]:
     """Fused groups over the source's names, experts included (one group an expert)."""
     return fused_groups(module for view in views for module in view.modules)
@@ -256,11 +236,11 @@ def _groups(views: Sequence[WeightView]) -> dict[str, tuple[str, ...]]:
 def _apply_shapes(
     decisions: Mapping[WeightView, _Formats | str], groups: Mapping[str, tuple[str, ...]]
 ) -> tuple[list[QuantizedWeight], list[LeftAlone], list[str]]:
-    """Views whose inputs a format cannot take are left alone, with a warning."""
+    """Views whose shape a format cannot take are left alone, with a warning for each kind and reason."""
     group_of = {member: group for group, members in groups.items() for member in members}
     quantized: list[QuantizedWeight] = []
     left: list[LeftAlone] = []
-    warnings: list[str] = []
+    told: list[tuple[str, str, str]] = []
     unfit = _unfit(decisions)
     for view, decision in decisions.items():
         reason = (
@@ -269,12 +249,13 @@ def _apply_shapes(
         if reason is not None or isinstance(decision, str):
             left += [LeftAlone(module, str(reason)) for module in view.modules]
             if not isinstance(decision, str):
-                warnings.append(f"{view.stack if view.is_stacked else view.modules[0]} is left unquantized: {reason}")
+                place, kind = (view.stack, "experts") if view.is_stacked else (view.modules[0], view.leaf)
+                told.append((place, kind, str(reason)))
             continue
         weight = decision.weight
         group = _group_name(view, group_of)
         quantized.append(QuantizedWeight(view, weight, decision.input, group, decision.rule))
-    return quantized, left, warnings
+    return quantized, left, unfit_warnings(told, UNFIT_CURE)
 
 
 def _unfit(decisions: Mapping[WeightView, _Formats | str]) -> dict[str, str]:
@@ -363,19 +344,6 @@ def _opaque_experts(
                 cure = "this layout is not built yet; leave the experts out by a rule (enable: false)"
                 found.setdefault(type(module).__name__, Problem(what, cure))
     return list(found.values())
-
-
-def _unmatched(
-    recipe: Recipe, modules: Mapping[str, nn.Module], places: Mapping[WeightView, Sequence[Place]]
-) -> list[str]:
-    """Patterns and classes of the recipe that fit no module that they could be about, unless their rule is optional."""
-    of_views = tuple(place for of_view in places.values() for place in of_view)
-    stacks = {view.owner for view in places if view.is_stacked}
-    holders = {name for name, module in modules.items() if module._modules or name in stacks}
-    every = (*of_views, *(Place((name,), class_names(module)) for name, module in modules.items()))
-    known = Known(every, frozenset(holders.difference(name for place in of_views for name in place.names)))
-    told = dict.fromkeys(what for rule in recipe.rules for what in rule.unmatched(known))
-    return [f"recipe {recipe.name}: {what}" for what in told]
 
 
 def _reasons(left: Sequence[LeftAlone]) -> str:

@@ -24,6 +24,7 @@ from hf_ptq.quantization.assignment import QuantizedWeight
 from hf_ptq.quantization.attach import weight_quantizer_name
 from hf_ptq.quantization.formats.description import FORMATS, NumberFormat
 from hf_ptq.quantization.modules import ModuleKind, class_names, kind_of
+from hf_ptq.quantization.notices import unfit_warnings
 from hf_ptq.quantization.quantizer import Quantizer, Slot
 from hf_ptq.quantization.recipe import Recipe
 from hf_ptq.quantization.rules import LINEAR, Known, Place, Tensor
@@ -46,11 +47,12 @@ def assign_plain(recipe: Recipe, model: nn.Module) -> tuple[list[PlainTensor], l
     """What of `model` the recipe quantizes, and warnings. Raises UserError if that is nothing or cannot be reached."""
     modules = {name: module for name, module in named(model).items() if not isinstance(module, Quantizer)}
     found: list[PlainTensor] = []
-    warnings: list[str] = []
+    unfit: list[tuple[str, str, str]] = []
     for name, module in modules.items():
         tensors, reason = _of_module(recipe, name, module)
         found += tensors
-        warnings += [f"{name} is left unquantized: {reason}"] if reason else []
+        unfit += [(name, type(module).__name__, reason)] if reason else []
+    warnings = unfit_warnings(unfit)
     problems = [*_unreachable(recipe, modules)]
     if not any(tensor.is_enabled for tensor in found) and not problems:
         kinds = sorted({type(m).__name__ for m in modules.values() if kind_of(m) is not None})

@@ -290,7 +290,9 @@ def test_a_shape_that_a_format_cannot_take_is_left_alone(narrow: Planned) -> Non
     reason = "72 inputs are no multiple of 16, as nvfp4 needs"
     downs = {f"model.layers.{i}.mlp.down_proj" for i in range(3)}
     assert {m for m, why in reasons(found).items() if why == reason} == downs
-    assert set(found.warnings) == {f"{m} is left unquantized: {reason}" for m in downs}
+    (warning,) = found.warnings
+    assert warning.startswith(f"3 modules (model.layers.0.mlp.down_proj ...) are left unquantized: {reason}; a last")
+    assert "such as fp8, or turn them off (enable: false)" in warning
     assert schemes(found)[f"{L1}.mlp.up_proj"] == ("nvfp4", "nvfp4"), "72 outputs are no matter"
     assert give(narrow, ALL_FP8).warnings == (), "other formats take any shape"
 
@@ -308,7 +310,11 @@ def test_an_odd_number_of_rows_is_left_alone_where_two_share_bytes(tmp_path: Pat
     assert why[f"{L1}.mlp.up_proj"] == "97 outputs are no multiple of 2, as int4_block32 needs"
     assert why[f"{L1}.mlp.down_proj"] == "97 inputs are no multiple of 32, as int4_block32 needs"
     assert schemes(found)[f"{L1}.self_attn.o_proj"] == ("int4_block32", None)
-    assert any(w.startswith(f"{L1}.mlp.up_proj is left unquantized: 97 outputs") for w in found.warnings)
+    kinds = ("gate_proj ...) are left unquantized: 97 outputs", "up_proj ...) are left unquantized: 97 outputs")
+    kinds = (*kinds, "down_proj ...) are left unquantized: 97 inputs")
+    assert len(found.warnings) == len(kinds)
+    for kind in kinds:
+        assert any(w.startswith(f"3 modules (model.layers.0.mlp.{kind}") for w in found.warnings)
 
 
 # ---- what matches nothing

@@ -350,6 +350,10 @@ def test_what_a_format_cannot_take_is_told():
         "2 is left unquantized: nvfp4 needs weights [out, in], a Conv has others",
     ]
     assert hf_ptq.summary(net) == "1 Linear: weight nvfp4"
+    three = nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 32), nn.Linear(32, 20))
+    with pytest.warns(UserWarning, match=r"2 modules \(0 \.\.\.\) are left unquantized: 20 inputs are no") as found:
+        hf_ptq.quantize(three, {"rules": [{"pattern": "*", "weight": "nvfp4"}]})
+    assert len(found) == 1, "one for each kind and reason"
 
 
 def test_mixed_precision_trains():

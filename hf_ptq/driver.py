@@ -24,6 +24,7 @@ from hf_ptq.data.rows import CalibrationData, batches
 from hf_ptq.distributed.agreement import least, most, reduce_over_ranks, together
 from hf_ptq.distributed.plan import Plan, free_bytes
 from hf_ptq.distributed.process_group import DistributedState
+from hf_ptq.errors import RunError
 from hf_ptq.export.share import Share
 from hf_ptq.export.tensors import Output, WeightError, copy_unit, quantize_unit, weights_of, written_modules
 from hf_ptq.model.build import MetaModel, finish_loading
@@ -38,10 +39,11 @@ from hf_ptq.quantization.algorithm import AlgorithmSpec
 from hf_ptq.quantization.algorithms import ALGORITHMS
 from hf_ptq.quantization.apply import attach_quantizers, not_observing
 from hf_ptq.quantization.assignment import Assignment
-from hf_ptq.quantization.calibration import begin, end
-from hf_ptq.quantization.coverage import LayerCoverage, by_layer, expert_coverage, starved_warning
+from hf_ptq.quantization.calibration import begin, calls, end
+from hf_ptq.quantization.coverage import LayerCoverage, by_layer, expert_coverage, never_called, starved_warning
 from hf_ptq.quantization.quantizer import Quantizer
 from hf_ptq.quantization.ranges import RangesOf
+from hf_ptq.quantization.statistics import Statistics
 from hf_ptq.report import Report
 
 GPU_ACTIVATIONS = 3 << 30  # bytes; larger batches are no faster: the GPU is full
@@ -122,12 +124,30 @@ def calibrate(job: Job, quantizers: Mapping[str, Quantizer], batch_size: int, re
         forwards = most(state, len(own)) if job.plan.shards_model else len(own)
         lockstep = Lockstep(forwards, lambda: _idle(job, quantizers))
     state.enter("calibrate")
-    run_calibration(_calibrated_forward(job, quantizers), own, state.device, statistics, report, lockstep)
+    forward = _calibrated_forward(job, quantizers)
+    look = partial(_refuse_unreached, job, quantizers, statistics)
+    run_calibration(forward, own, state.device, statistics, report, lockstep, look)
     together(state, "finish calibration", lambda: None)  # a late rank is waited for here, where it can be named
     statistics.reduce(lambda flat, reduction, _group: reduce_over_ranks(state, flat, reduction))
     for warning in together(state, "take the ranges", lambda: end(job.algorithm, quantizers, statistics)):
         report.warn(warning)
     report_coverage(expert_coverage(quantizers), report)
+
+
+def _refuse_unreached(job: Job, quantizers: Mapping[str, Quantizer], statistics: Statistics) -> None:
+    """After the first batch: RunError on all ranks where no rank has called any module of a kind."""
+    state = job.state
+    together(state, "finish the first batch", lambda: None)
+    own = calls(job.algorithm, quantizers, statistics)
+    flat = torch.tensor(list(own.values()), dtype=torch.float64)
+    reduce_over_ranks(state, flat, "sum")
+
+    def look() -> None:
+        problems = never_called(dict(zip(own, flat.tolist(), strict=True)), quantizers, whole_kinds=True)
+        if problems:
+            raise RunError(*problems)
+
+    together(state, "look at the first batch", look)
 
 
 def _batch_size(job: Job, asked: int) -> tuple[int, str]:

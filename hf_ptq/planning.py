@@ -47,6 +47,7 @@ from hf_ptq.model.units import Unit, split_units
 from hf_ptq.model.views import weight_views
 from hf_ptq.quantization.algorithms import ALGORITHMS
 from hf_ptq.quantization.assignment import Assignment, assign
+from hf_ptq.quantization.coverage import beyond_text
 from hf_ptq.quantization.recipe import Recipe, load_recipe
 from hf_ptq.report import Report
 
@@ -154,7 +155,8 @@ def plan_export(
     )
     files = _json_files(layout, contents, source)
     export = ExportPlan(layout, contents, shards, owners, frozenset(planned.scales), files)
-    for warning in (*assignment.warnings, *_idle_algorithm(recipe, assignment), *layout.warnings(contents)):
+    told = (*assignment.warnings, *_idle_algorithm(recipe, assignment), *beyond_text(meta.model, assignment))
+    for warning in (*told, *layout.warnings(contents)):
         report.warn(warning)
     _describe(recipe, assignment, report)
     _tell_names(assignment, layout, report)

@@ -63,13 +63,16 @@ def run_calibration(
     recorder: Recorder,
     report: Report,
     lockstep: Lockstep | None = None,
+    after_first: Callable[[], None] = lambda: None,
 ) -> None:
     """Run every batch [rows, tokens] (int64 on the CPU) once, and idle ones until there were `lockstep.forwards`.
+
+    `after_first` is called when one batch is recorded: what it raises ends the loop before the others cost anything.
 
     Raises RunError when not even one row fits into memory, in lockstep when a batch does not.
     """
     with report.progress("calibrate", sum(batch.numel() for batch in batches), "tokens") as advance:
-        queue = list(batches)[::-1]
+        queue, is_first = list(batches)[::-1], True
         while queue:
             batch = queue.pop()
             try:
@@ -82,6 +85,9 @@ def run_calibration(
                 continue
             recorder.commit()
             advance(batch.numel())
+            if is_first:
+                after_first()
+                is_first = False
         for _ in range(lockstep.forwards - len(batches) if lockstep else 0):
             try:
                 with lockstep.idle():  # type: ignore[union-attr]

@@ -57,8 +57,10 @@ def _attach_input_quantizers(
             experts = len(view.modules) if view.is_stacked else None
             run = run_experts(experts) if experts is not None else None
             quantizer = quantizers[weight.input_key] = Quantizer(weight.input_key, weight.input, experts, run)
+            quantizer.names = view.modules
         else:
             quantizer.is_shared = True
+            quantizer.names += view.modules
         module = modules[view.owner]
         if view.is_stacked:
             is_down = view.parameter.endswith(".down_proj")

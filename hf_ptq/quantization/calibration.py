@@ -20,6 +20,11 @@ def begin(algorithm: AlgorithmSpec, quantizers: Mapping[str, Quantizer], device:
     return statistics
 
 
+def calls(algorithm: AlgorithmSpec, quantizers: Mapping[str, Quantizer], statistics: Statistics) -> dict[str, float]:
+    """Key -> how often the finished batches of this rank have called the quantizer, of those that need data."""
+    return ALGORITHMS[algorithm.method].calls(quantizers, statistics)
+
+
 def end(algorithm: AlgorithmSpec, quantizers: Mapping[str, Quantizer], statistics: Statistics) -> list[str]:
     """Ranges from statistics that are reduced over the ranks; returns warnings. Raises RunError as algorithms do."""
     return ALGORITHMS[algorithm.method].finish(quantizers, statistics)

@@ -1,20 +1,29 @@
-"""Which experts the calibration data reached: rows per expert and layer.
+"""What the calibration data reached: rows per expert and layer, and modules that were never called.
 
 Every expert's weights are quantized, reached or not; what an expert that no token reached lacks is a range for its
 inputs. It takes the layer's largest, as every server does with all experts of a layer. That is no fault, but too
 little data or a bad mix is worth knowing: experts without a token, or far below the mean, are named.
+
+A module that was never called has no range at all, which is an error. They are told by kind, that is by their name with
+its numbers taken out: where the first batch called no module of a kind, as in the tower for images of a model that is
+calibrated on text, no later batch will. One module of many may still be called, by tokens that are yet to come.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from transformers import PreTrainedModel
 
+from hf_ptq.errors import Problem
+from hf_ptq.quantization.assignment import Assignment
 from hf_ptq.quantization.quantizer import Quantizer
 
 RARE_SHARE = 0.05  # of the layer's mean rows per expert
+NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole part of a dotted name
 
 
 @dataclass(frozen=True)
@@ -73,3 +82,57 @@ def starved_warning(coverage: Sequence[LayerCoverage], shown: int = 4) -> str | 
         f"{total} experts of {len(starved)} layers saw no calibration token and take their layer's largest input "
         f"scale: {named}{more}"
     )
+
+
+def kinds_of(modules: Iterable[str]) -> dict[str, list[str]]:
+    """Kind -> its modules: names that differ in numbers alone, as `model.layers.*.mlp.up_proj`."""
+    kinds: dict[str, list[str]] = {}
+    for module in modules:
+        kinds.setdefault(NUMBER.sub("*", module), []).append(module)
+    return kinds
+
+
+def never_called(
+    calls: Mapping[str, float], quantizers: Mapping[str, Quantizer], whole_kinds: bool = False
+) -> list[Problem]:
+    """One problem that names all modules without a call by kind, none if there is none.
+
+    `calls`: key -> how often calibration has called the quantizer. `whole_kinds`: of these, only the kinds of which no
+    module was called. A kind that was called in part is told module by module.
+    """
+    missed = [name for key, count in calls.items() if count == 0 for name in quantizers[key].names]
+    called = kinds_of(name for key, count in calls.items() if count for name in quantizers[key].names)
+    patterns: dict[str, int] = {}
+    for kind, members in kinds_of(missed).items():
+        if kind not in called:
+            patterns[kind] = len(members)
+        elif not whole_kinds:
+            patterns |= dict.fromkeys(members, 1)
+    if not patterns:
+        return []
+    shown = ", ".join(f"{pattern} ({count})" if count > 1 else pattern for pattern, count in patterns.items())
+    quoted = ", ".join(f'"{pattern}"' for pattern in patterns)
+    what = f"{sum(patterns.values())} modules were never called in calibration, so their inputs have no range: {shown}"
+    cure = f"leave them out by the recipe's last rule, {{pattern: [{quoted}], enable: false}}"
+    return [Problem(what, cure + ", after an import of the preset, if it is one; or give data that reaches them")]
+
+
+def beyond_text(model: PreTrainedModel, assignment: Assignment) -> list[str]:
+    """A word on calibrated inputs outside of the language model: in towers for images or sounds, which text passes by.
+
+    It is no refusal: some models run such parts for text too, which only a forward shows (driver.py, first batch).
+    """
+    decoder = model.get_decoder()
+    if decoder is None or model.config.is_encoder_decoder:
+        return []
+    inside = {id(module) for part in (decoder, model.get_output_embeddings()) if part for module in part.modules()}
+    modules = dict(model.named_modules())
+    static = [q for q in assignment.quantized if q.input is not None and q.input.needs_data]
+    names = [name for q in static if id(modules[q.view.owner]) not in inside for name in q.view.modules]
+    if not names:
+        return []
+    kinds = ", ".join(f"{kind} ({len(members)})" for kind, members in kinds_of(names).items())
+    return [
+        f"{len(names)} linears outside of the language model get static input ranges, and calibration is by text: if "
+        f"it does not reach them the run stops at its first batch; leave them out by a rule (enable: false): {kinds}"
+    ]

@@ -54,7 +54,7 @@ class Quantizer(nn.Module):
     `expert_amax`, `expert_rows`: [experts], the range and the number of rows of each, for the report.
     `run_experts`: the experts whose rows this process sees. `is_enabled`: off, it leaves values as they are;
     `clips`: no gradient for what is outside of the range. `is_shared`: several modules call it, one after the other
-    with one tensor.
+    with one tensor. `names`: of the modules that call it, as rules know them.
     """
 
     def __init__(
@@ -67,6 +67,7 @@ class Quantizer(nn.Module):
     ) -> None:
         super().__init__()
         self.key = key
+        self.names: tuple[str, ...] = (key.removesuffix(".input_quantizer"),)
         self.format = number_format
         self.num_experts = num_experts
         self.slot = slot

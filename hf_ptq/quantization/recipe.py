@@ -5,7 +5,7 @@ A recipe is a YAML file:
     description: NVFP4 experts, everything else as it is
     rules:                                   # the last rule that matches decides
       - {pattern: "*.experts.*", weight: nvfp4, input: nvfp4}
-      - {import: default_disabled}           # the rules of another file, at this place
+      - {import: default_disabled}           # the rules of another file or preset, at this place
       - {pattern: "*.layers.0.*", enable: false}
     algorithm: max                           # or mse, {method: mse, fp8_scale_sweep: true}: see algorithm.py
     kv_cache: fp8_cast                       # optional; --kv_cache_qformat wins
@@ -241,7 +241,7 @@ def _expand(
         target = _import_path(str(item["import"]), path)
         if target is None or target in chain:
             reason = "there is no such file" if target is None else "the files import each other"
-            cure = "import a file of recipes/units by name or another file by its path"
+            cure = "import a preset or a file of recipes/units by name, or another file by its path"
             problems.append(Problem(f"{where}: import {item['import']!r}: {reason}", cure))
             continue
         imported = _read_file(target, read_documents(target)[0], problems)
@@ -250,5 +250,6 @@ def _expand(
 
 
 def _import_path(name: str, importer: Path) -> Path | None:
-    candidates = (importer.parent / name, importer.parent / f"{name}.yaml", RECIPES_DIR / "units" / f"{name}.yaml")
+    shipped = (RECIPES_DIR / folder / f"{name}.yaml" for folder in ("units", *NAMED))
+    candidates = (importer.parent / name, importer.parent / f"{name}.yaml", *shipped)
     return next((p.resolve() for p in candidates if p.is_file()), None)

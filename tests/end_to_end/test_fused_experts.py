@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from fake_quantized import Captured, logits_of
+from rich.console import Console
 from tiny import load_tensors, raw, save_tiny, save_tiny_vision
 from transformers import AutoModelForCausalLM
 
-from hf_ptq.errors import UserError
+from hf_ptq.errors import RunError, UserError
 from hf_ptq.quantization.formats import codecs
 from hf_ptq.report import Report
 
@@ -111,3 +112,38 @@ def test_fakequant_of_interleaved_experts_computes_what_our_model_does(
 def test_layouts_without_names_for_them_are_refused(interleaved: Path, quantize: Callable[..., Path]) -> None:
     with pytest.raises(UserError, match=r"(?s)no names for experts in one tensor.*modelopt, fakequant"):
         quantize(interleaved, "fp8", export_fmt="compressed-tensors", **OPTIONS)
+
+
+def test_a_tower_that_text_does_not_reach_stops_the_run_at_its_first_batch(vision: Path, quantize, tmp_path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text('rules:\n  - {import: fp8}\n  - {pattern: "*visual*", weight: fp8, input: fp8}\n')
+    report = Report(Console(quiet=True), verbose=False)
+    with pytest.raises(RunError) as caught:
+        quantize(vision, recipe=str(recipe), report=report, batch_size=1, **OPTIONS)
+    kinds = ", ".join(
+        f"model.visual.{kind}"
+        for kind in (
+            "blocks.*.attn.proj", "blocks.*.attn.qkv", "blocks.*.mlp.linear_fc1", "blocks.*.mlp.linear_fc2",
+            "deepstack_merger_list.*.linear_fc1", "deepstack_merger_list.*.linear_fc2", "merger.linear_fc1",
+            "merger.linear_fc2",
+        )
+    )  # fmt: skip
+    assert caught.value.problems[0].what == (
+        f"8 modules were never called in calibration, so their inputs have no range: {kinds}"
+    )
+    quoted = ", ".join(f'"{kind}"' for kind in kinds.split(", "))
+    assert f"last rule, {{pattern: [{quoted}], enable: false}}" in caught.value.problems[0].cure
+    assert [stage["name"] for stage in report.stages] == ["data", "load", "calibrate"]
+    warned = [text for text in report.warnings if "outside of the language model" in text]
+    assert len(warned) == 1
+    assert warned[0].startswith("8 linears outside of the language model get static input ranges")
+    assert "model.visual.blocks.*.attn.qkv (1)" in warned[0]
+    cured = recipe.read_text() + f"  - {{pattern: [{quoted}], enable: false}}\n"
+    recipe.write_text(cured)
+    quantize(vision, recipe=str(recipe), name="cured", **OPTIONS)
+
+
+def test_no_warning_of_towers_that_stay_as_they_are(vision: Path, quantize) -> None:
+    report = Report(Console(quiet=True), verbose=False)
+    quantize(vision, "fp8", report=report, **OPTIONS)
+    assert not any("outside of the language model" in text for text in report.warnings)

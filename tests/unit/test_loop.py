@@ -128,3 +128,18 @@ def test_an_exchange_of_tokens_is_reckoned(tiny: Callable[[str], Path]) -> None:
         assert driver._token_bytes(model, 16, Plan("expert-parallel", "cpu", 0, (), 4, degree)) == 64 * 8 + routed
     four = 2 * (2 * (3 * 64 + 5 * 32) + 2 * 64) * 2
     assert driver._token_bytes(model, 16, Plan("expert-parallel", "cpu", 0, (), 4, 4)) == 64 * 8 + four, "two choices"
+
+
+def test_what_is_wrong_after_the_first_batch_ends_the_loop() -> None:
+    record, seen = Sum(), []
+
+    def look() -> None:
+        seen.append(record.commits)
+        if len(seen) == 1:
+            raise RunError("no module was called")
+
+    with pytest.raises(RunError, match="no module was called"):
+        run_calibration(forward_up_to(8, record), batches_of(2, 6), CPU, record, Report(verbose=False), None, look)
+    assert (seen, record.commits) == ([1], 1)
+    run_calibration(forward_up_to(8, record), batches_of(2, 6), CPU, record, Report(verbose=False), None, look)
+    assert (seen, record.commits) == ([1, 2], 4)

@@ -17,6 +17,7 @@ from hf_ptq.quantization.statistics import Statistics, StatisticSpec
 @dataclass(frozen=True)
 class Algorithm:
     """`statistics`: what the quantizers need; `start`: observers on; `finish`: totals -> ranges, observers off.
+    `calls`: how often each quantizer that needs data was called, in batches that are committed.
 
     `finish` returns warnings and raises RunError where a range cannot be had. `weight_ranges`: the ranges of some
     weights, among them all members of a fused group or none, by the settings of the recipe. `plan_safe`: what it needs
@@ -26,6 +27,7 @@ class Algorithm:
 
     statistics: Callable[[Mapping[str, Quantizer]], list[StatisticSpec]]
     start: Callable[[Mapping[str, Quantizer], Statistics], None]
+    calls: Callable[[Mapping[str, Quantizer], Statistics], dict[str, float]]
     finish: Callable[[Mapping[str, Quantizer], Statistics], list[str]]
     weight_ranges: Callable[[AlgorithmSpec, Weights], dict[QuantizedWeight, Ranges]]
     plan_safe: bool = False

@@ -15,6 +15,7 @@ import torch
 from hf_ptq.errors import Problem, RunError
 from hf_ptq.quantization.affine import AffineQuantizer
 from hf_ptq.quantization.algorithms.algorithm import Algorithm
+from hf_ptq.quantization.coverage import never_called
 from hf_ptq.quantization.quantizer import Quantizer
 from hf_ptq.quantization.ranges import weight_ranges
 from hf_ptq.quantization.statistics import Group, Statistics, StatisticSpec
@@ -58,10 +59,17 @@ def _start(quantizers: Mapping[str, Quantizer], statistics: Statistics) -> None:
             quantizer.start_summing(statistics.pending(_sum_key(key)))
 
 
+def _calls(quantizers: Mapping[str, Quantizer], statistics: Statistics) -> dict[str, float]:
+    """Tensors (rows, for experts) that each calibrated quantizer has seen in finished batches."""
+    keys = list(_calibrated(quantizers))
+    seen = [statistics.total(_seen_key(key)).sum() for key in keys]
+    return dict(zip(keys, torch.stack(seen).tolist() if seen else [], strict=True))
+
+
 def _finish(quantizers: Mapping[str, Quantizer], statistics: Statistics) -> list[str]:
     """Ranges from totals; returns warnings (inputs that were all zero).
 
-    Raises RunError naming activations with NaN or infinity, and linears that were never called.
+    Raises RunError naming activations with NaN or infinity, and modules that were never called.
     """
     calibrated = _calibrated(quantizers)
     for key, quantizer in calibrated.items():
@@ -71,18 +79,13 @@ def _finish(quantizers: Mapping[str, Quantizer], statistics: Statistics) -> list
     if not calibrated:
         return []
     ranges = torch.stack([statistics.total(key).amax() for key in calibrated]).tolist()
-    seen = torch.stack([statistics.total(_seen_key(key)).sum() for key in calibrated]).tolist()
-    problems: list[Problem] = []
+    calls = _calls(quantizers, statistics)
+    problems = never_called(calls, quantizers)
     warnings: list[str] = []
-    for key, amax, count in zip(calibrated, ranges, seen, strict=True):
-        if count == 0:
-            problems.append(
-                Problem(
-                    f"{key} was never called during calibration, so its input has no range",
-                    "leave this module out of the recipe (enable: false)",
-                )
-            )
-        elif not math.isfinite(amax):
+    for key, amax in zip(calibrated, ranges, strict=True):
+        if calls[key] == 0:
+            continue
+        if not math.isfinite(amax):
             problems.append(
                 Problem(
                     f"the input of {key} held NaN or infinity during calibration",
@@ -96,4 +99,4 @@ def _finish(quantizers: Mapping[str, Quantizer], statistics: Statistics) -> list
     return warnings
 
 
-MAX = Algorithm(_statistics, _start, _finish, lambda _, weights: weight_ranges(weights), plan_safe=True)
+MAX = Algorithm(_statistics, _start, _calls, _finish, lambda _, weights: weight_ranges(weights), plan_safe=True)

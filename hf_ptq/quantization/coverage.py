@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import torch
 from transformers import PreTrainedModel
@@ -98,21 +99,26 @@ def never_called(
     """One problem that names all modules without a call by kind, none if there is none.
 
     `calls`: key -> how often calibration has called the quantizer. `whole_kinds`: of these, only the kinds of which no
-    module was called. A kind that was called in part is told module by module.
+    module was called. The cure is a rule, so where a kind's pattern would fit a module that was called, names are told.
     """
     missed = [name for key, count in calls.items() if count == 0 for name in quantizers[key].names]
-    called = kinds_of(name for key, count in calls.items() if count for name in quantizers[key].names)
+    called = [name for key, count in calls.items() if count for name in quantizers[key].names]
+    kinds_called = kinds_of(called)
     patterns: dict[str, int] = {}
     for kind, members in kinds_of(missed).items():
-        if kind not in called:
-            patterns[kind] = len(members)
-        elif not whole_kinds:
+        if kind in kinds_called and whole_kinds:
+            continue
+        if any(fnmatchcase(name, kind) for name in called):  # the rule would turn these off, too
             patterns |= dict.fromkeys(members, 1)
+        else:
+            patterns[kind] = len(members)
     if not patterns:
         return []
     shown = ", ".join(f"{pattern} ({count})" if count > 1 else pattern for pattern, count in patterns.items())
     quoted = ", ".join(f'"{pattern}"' for pattern in patterns)
-    what = f"{sum(patterns.values())} modules were never called in calibration, so their inputs have no range: {shown}"
+    total = sum(patterns.values())
+    lead, end = ("1 module was", "its input has") if total == 1 else (f"{total} modules were", "their inputs have")
+    what = f"{lead} never called in calibration, so {end} no range: {shown}"
     cure = f"leave them out by the recipe's last rule, {{pattern: [{quoted}], enable: false}}"
     return [Problem(what, cure + ", after an import of the preset, if it is one; or give data that reaches them")]
 

@@ -72,6 +72,7 @@ def attach_plain(model: nn.Module, tensors: list[PlainTensor]) -> None:
         prefix = f"{tensor.owner}." if tensor.owner else ""
         quantizer = Quantizer(f"{prefix}{tensor.name}", tensor.format, slot=tensor.slot)
         quantizer.is_enabled = tensor.is_enabled
+        quantizer.names = (tensor.owner or "*",)
         modules[tensor.owner].add_module(tensor.name, quantizer)
 
 

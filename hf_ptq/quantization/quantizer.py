@@ -67,7 +67,7 @@ class Quantizer(nn.Module):
     ) -> None:
         super().__init__()
         self.key = key
-        self.names: tuple[str, ...] = (key.removesuffix(".input_quantizer"),)
+        self.names: tuple[str, ...] = (key,)
         self.format = number_format
         self.num_experts = num_experts
         self.slot = slot

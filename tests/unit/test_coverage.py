@@ -28,5 +28,16 @@ def test_a_kind_that_was_called_in_part_is_told_module_by_module_and_only_at_the
     assert [problem.what for problem in early] == [f"4 {lead}"]
     assert [problem.what for problem in late] == [f"5 {lead}, m.experts.1.w1"]
     assert 'pattern: ["t.*.q_proj", "t.*.k_proj", "m.experts.1.w1"], enable: false' in late[0].cure
+    assert [p.what for p in never_called({"a": 1.0, "b": 1.0, "c": 1.0, "d": 0.0}, own)] == [
+        "1 module was never called in calibration, so its input has no range: m.experts.1.w1"
+    ]
     assert never_called({"a": 1.0, "b": 1.0, "c": 1.0, "d": 0.0}, own, whole_kinds=True) == []
     assert never_called(dict.fromkeys(own, 2.0), own) == []
+
+
+def test_no_cure_turns_off_what_was_called() -> None:
+    """The pattern of a kind may fit other kinds, as `*` also stands for dots."""
+    own = quantizers(a=("0",), b=("1",), c=("3.proj",))
+    (problem,) = never_called({"a": 0.0, "b": 0.0, "c": 2.0}, own, whole_kinds=True)
+    assert problem.what == "2 modules were never called in calibration, so their inputs have no range: 0, 1"
+    assert '{pattern: ["0", "1"], enable: false}' in problem.cure

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from hf_ptq.errors import Problem, UserError
 
@@ -100,6 +101,10 @@ class RunConfig:
     def problems(self) -> list[Problem]:
         """Every rule of the options that this request breaks; empty for a sound one."""
         return [*self._about_model_and_device(), *self._about_numbers(), *self._about_device_maps()]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Option -> value, as they count: `qformat` is None where `recipe` is given."""
+        return asdict(self) | ({"qformat": None} if self.recipe else {})
 
     def device_map_options(self) -> list[str]:
         """The options given that spread the model of one process over devices."""

@@ -8,8 +8,6 @@ the steps.
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 import torch
 from rich.console import Console
 
@@ -30,7 +28,7 @@ def run(config: RunConfig, report: Report | None = None) -> Report:
     Raises UserError (wrong request) or RunError (failed run); of several ranks all call it, and one error ends them.
     """
     report = report or Report(Console(quiet=True) if read_launch().rank else None, config.verbose)
-    report.record("options", asdict(config))  # 1
+    report.record("options", config.as_dict())  # 1
     with (
         distributed_run(config.device, config.timeout_minutes, config.use_fsdp2) as state,  # 2
         steps.watched(state, report) as monitor,

@@ -133,6 +133,8 @@ def test_a_recipe_file_is_followed(tiny: Callable, quantize: Quantize, check_exp
     assert tensors["model.layers.0.mlp.up_proj.weight"].dtype == torch.uint8
     assert tensors["model.layers.0.self_attn.q_proj.weight"].dtype == torch.float8_e4m3fn
     assert tensors["model.layers.1.mlp.up_proj.weight"].dtype == torch.bfloat16
+    options = json.loads((export / "hf_ptq_report.json").read_text())["options"]
+    assert (options["qformat"], options["recipe"]) == (None, recipe)
 
 
 def test_the_option_wins_over_the_recipes_kv_format(tiny: Callable, quantize: Quantize, tmp_path: Path) -> None:

@@ -84,3 +84,12 @@ def test_each_rule(changed, what):
 
 def test_all_broken_rules_come_together():
     assert len(wrong(model="", device="x", calib_seq=0, batch_size=-1, max_shard_bytes=0, seed=-1)) == 6
+
+
+def test_a_preset_does_not_count_beside_a_recipe():
+    """The default least of all: a report that named it would tell of formats that were not used."""
+    assert RunConfig("m", Path("out")).as_dict()["qformat"] == "fp8"
+    preset = RunConfig("m", Path("out"), qformat="nvfp4")
+    assert preset.as_dict() == dataclasses.asdict(preset)
+    given = RunConfig("m", Path("out"), recipe="mine.yaml").as_dict()
+    assert (given["qformat"], given["recipe"]) == (None, "mine.yaml")

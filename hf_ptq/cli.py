@@ -22,10 +22,11 @@ from typing import Any, TypeVar, cast
 
 import typer
 
-from hf_ptq.config import EXPORT_ALIASES, RunConfig, parse_counts, parse_names, parse_size
+from hf_ptq.config import EXPORT_ALIASES, RunConfig, parse_counts, parse_names
 from hf_ptq.distributed.launch import Launch, read_launch
 from hf_ptq.errors import HfPtqError, Problem, UserError, as_text, refuse_if_any
 from hf_ptq.options import NOT_BUILT, Options
+from hf_ptq.sizes import parse_size
 
 Parsed = TypeVar("Parsed")
 SECONDS_FOR_THE_FIRST = 10

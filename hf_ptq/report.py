@@ -37,6 +37,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hf_ptq.memory import MemoryMonitor
+from hf_ptq.sizes import human_bytes
 
 REPORT_FILE = "hf_ptq_report.json"
 PACKAGES = ("hf-ptq", "torch", "transformers", "safetensors", "tokenizers", "datasets", "nvidia-ml-py")
@@ -217,15 +218,6 @@ def plain(value: Any, where: str) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain(item, f"{where}[{i}]") for i, item in enumerate(value)]
     raise TypeError(f"{where}: {type(value).__name__} cannot be written to the report")
-
-
-def human_bytes(count: float) -> str:
-    """A size in decimal units, three digits: "1.23 GB"."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if abs(count) < 999.5:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} PB"
 
 
 class _Counter:

@@ -19,8 +19,8 @@ from typing import Any
 from hf_ptq.export.samples import PERFECT_DB, decibels
 from hf_ptq.export.tensors import WeightError
 from hf_ptq.quantization.coverage import LayerCoverage, by_layer
-from hf_ptq.report import human_bytes
 from hf_ptq.report_plots import HeatRow, Html, Point, el, escape, heat_legend, heat_map, layer_panel, scale_of
+from hf_ptq.sizes import human_bytes
 
 WORST = 10
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole part of a dotted name

@@ -13,7 +13,7 @@ from rich.console import Console
 
 import hf_ptq.report as report_module
 from hf_ptq.memory import MemoryMonitor
-from hf_ptq.report import REPORT_FILE, Report, human_bytes, plain
+from hf_ptq.report import REPORT_FILE, Report, plain
 
 
 def make(verbose=True, terminal=False, width=120):
@@ -197,10 +197,3 @@ def test_the_summary_shows_sections_by_their_shape():
     assert "set12" not in text
     header = next(line for line in text.splitlines() if "before" in line)
     assert "after" in header, "previews stand side by side"
-
-
-@pytest.mark.parametrize(
-    ("count", "text"), [(0, "0 B"), (999, "999 B"), (999_999, "1 MB"), (1_234_567_890, "1.23 GB"), (5e15, "5 PB")]
-)
-def test_sizes(count, text):
-    assert human_bytes(count) == text

@@ -107,6 +107,9 @@ def plan_model(
     plan = together(state, "decide the plan", decide)
     for reason in (*wishes.notes, *plan.reasons):
         report.say(f"plan {plan.kind}: {reason}")
+    if state.world_size > 1:
+        own = "what it loads, calibrates, quantizes and verifies, and its memory, are its own, not the sum"
+        report.say(f"rank 0 of {state.world_size} speaks: {own}")
     for warning in plan.warnings:
         report.warn(warning)
     told = {item.name: getattr(plan, item.name) for item in fields(plan)}

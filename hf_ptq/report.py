@@ -7,6 +7,7 @@ A stage tells (`say`, `warn`, `progress`, `table`), records (`record`, JSON-able
     source, plan, quantized      where the model came from, how it was laid out, what was quantized with what
     data, previews               what calibrated it; texts before and after
     bytes, signal_to_noise       in and out; per kind of layer, the worst named
+    ranks                        of several: what each read and wrote, and its peak memory
     exported, stages, warnings   the path; seconds and peak memory of each stage; all warnings
 
 The summary shows a section by its shape alone (mapping, mapping of mappings, list of mappings), so that a stage may
@@ -41,7 +42,7 @@ from hf_ptq.sizes import human_bytes
 
 REPORT_FILE = "hf_ptq_report.json"
 PACKAGES = ("hf-ptq", "torch", "transformers", "safetensors", "tokenizers", "datasets", "nvidia-ml-py")
-SUMMARY_ORDER = ("source", "plan", "data", "kv_cache", "signal_to_noise", "bytes", "previews")
+SUMMARY_ORDER = ("source", "plan", "data", "kv_cache", "signal_to_noise", "bytes", "previews", "ranks")
 SUMMARY_ROWS = 12
 LOG_WIDTH = 120
 LOG_SECONDS = 60.0
@@ -162,7 +163,8 @@ class Report:
                 self._show(section, self.sections[section])
         if self.stages:
             rows = [[s["name"], *_stage_cells(s)] for s in self.stages]
-            self._table("stages", ["stage", "seconds", "host peak", "GPU peak"], rows)
+            title = "stages of rank 0" if "ranks" in self.sections else "stages"
+            self._table(title, ["stage", "seconds", "host peak", "GPU peak"], rows)
         for text in self.warnings:
             self._line(f"warning: {text}", "yellow")
         if "exported" in self.sections:

@@ -136,6 +136,19 @@ def test_a_stage_that_raises_is_recorded_as_failed():
     assert "inner failed" in shown()
 
 
+def test_the_stages_of_several_ranks_are_said_to_be_those_of_the_first():
+    report, shown = make()
+    with report.stage("load"):
+        pass
+    report.print_summary()
+    assert "\nstages " in shown()
+    report.record("ranks", [{"rank": 0, "host peak bytes": 5_000_000}, {"rank": 1, "host peak bytes": 7_000_000}])
+    report.print_summary()
+    ranks, stages = shown().rpartition("\nranks ")[2].split("\nstages of rank 0 ")
+    assert "7 MB" in ranks
+    assert "load" in stages
+
+
 def test_what_is_not_watched_is_said_and_written(tmp_path):
     report, shown = make()
     with MemoryMonitor(status_file=tmp_path / "nosuch") as monitor:

@@ -94,6 +94,21 @@ def test_what_is_refused_of_a_recipe(tiny):
     assert said.startswith("kv_cache_qformat 'fp8_csat' is not known")
 
 
+def test_warnings_are_of_the_line_that_calls(tiny):
+    """Of quantize, that a pattern matches nothing; of calibrate, that an input was always zero."""
+    rule = {"weight": "fp8", "input": "fp8"}
+    recipe = {"rules": [{"pattern": "*.self_attn.*", **rule}, {"pattern": "nosuch", **rule}]}
+    model = AutoModelForCausalLM.from_pretrained(tiny("llama"))
+    ids = torch.tensor([[5, 6, 7]])
+    with pytest.warns(UserWarning, match="nosuch") as caught:
+        hf_ptq.quantize(model, recipe, lambda m: m(ids))
+    assert {warning.filename for warning in caught} == {__file__}
+    torch.nn.init.zeros_(model.get_submodule("model.layers.0.input_layernorm").weight)
+    with pytest.warns(UserWarning, match="zero") as caught:
+        hf_ptq.calibrate(model, lambda m: m(ids))
+    assert {warning.filename for warning in caught} == {__file__}
+
+
 def test_what_is_refused_of_an_export(tiny, tmp_path):
     model = hf_ptq.quantize(AutoModelForCausalLM.from_pretrained(tiny("llama")), "w4a16_nvfp4")
     hf_ptq.export(model, tiny("llama"), tmp_path / "out")

@@ -258,7 +258,9 @@ class _Counter:
 
     def _rate(self) -> str:
         rate = self.done / max(time.perf_counter() - self._start, 1e-6)
-        return f"{human_bytes(rate)}/s" if self.unit == "bytes" else f"{rate:,.4g} {self.unit}/s"
+        if self.unit == "bytes":
+            return f"{human_bytes(rate)}/s"
+        return f"{rate:,.0f} {self.unit}/s" if rate >= 1000 else f"{rate:.4g} {self.unit}/s"
 
 
 def _stdout_console() -> Console:

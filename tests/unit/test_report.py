@@ -167,6 +167,20 @@ def test_progress_without_a_terminal_leaves_one_line_with_a_rate(monkeypatch):
     assert shown() == "   load: 400 MB in 4.0 s (100 MB/s)\n"
 
 
+@pytest.mark.parametrize(
+    ("count", "rate"),
+    [(2, "0.5 tokens/s"), (1333, "333.2 tokens/s"), (8000, "2,000 tokens/s"), (3 * 10**8, "75,000,000 tokens/s")],
+)
+def test_rates_are_told_in_digits(monkeypatch, count, rate):
+    now = [0.0]
+    monkeypatch.setattr(report_module.time, "perf_counter", lambda: now[0])
+    report, shown = make()
+    with report.progress("calibrate", count, "tokens") as advance:
+        now[0] = 4.0
+        advance(count)
+    assert shown() == f"   calibrate: {count:,} tokens in 4.0 s ({rate})\n"
+
+
 def test_a_long_progress_without_a_terminal_speaks_once_a_minute(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(report_module.time, "perf_counter", lambda: now[0])

@@ -317,6 +317,15 @@ def test_no_tokenizer_at_all(tiny: Callable, quantize: Quantize, tmp_path: Path)
     assert report_of(export)["previews"]["after"].split()[0].isdigit()
 
 
+def test_the_page_is_written_where_it_is_asked_for(tiny: Callable, quantize: Quantize, tmp_path: Path) -> None:
+    page = tmp_path / "pages" / "report.html"
+    quantize(tiny("llama"), "nvfp4", report_html=page)
+    text = page.read_text(encoding="utf-8")
+    assert "Signal-to-noise of the weights" in text
+    assert "model.layers.*.mlp.down_proj" in text, "the errors of all weights are in it"
+    assert "dry_run" in text
+
+
 def test_a_dry_run_writes_nothing(tiny: Callable, quantize: Quantize, tmp_path: Path) -> None:
     report = Report(verbose=False)
     export = quantize(tiny("llama"), "nvfp4", report=report, dry_run=True)

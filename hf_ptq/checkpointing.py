@@ -53,10 +53,12 @@ from hf_ptq.quantization.recipe import Recipe
 from hf_ptq.quantization.rules import Rule
 from hf_ptq.quantization.state import Record, needs_record
 from hf_ptq.report import Report
+from hf_ptq.wording import in_own_words
 
 PROBED_ROWS = (0, 1, -1)  # of a weight, to see whether it was trained
 
 
+@in_own_words
 def decide_plan(
     source: str | Path,
     state: DistributedState,
@@ -79,6 +81,7 @@ def decide_plan(
     return planning.plan_model(config, opened, state, report)[2]
 
 
+@in_own_words
 def load(source: str | Path, plan: Plan, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """The model of `source`, laid out by `plan`, in the source's dtype, in eval mode, and frozen.
 
@@ -113,6 +116,7 @@ def load(source: str | Path, plan: Plan, *, trust_remote_code: bool = False) -> 
     return meta.model
 
 
+@in_own_words
 def export(
     model: torch.nn.Module,
     source: str | Path,

@@ -22,10 +22,11 @@ from typing import Any, TypeVar, cast
 
 import typer
 
-from hf_ptq.config import EXPORT_ALIASES, RunConfig, parse_counts, parse_names, parse_size
+from hf_ptq.config import EXPORT_ALIASES, RunConfig, parse_counts, parse_names
 from hf_ptq.distributed.launch import Launch, read_launch
 from hf_ptq.errors import HfPtqError, Problem, UserError, as_text, refuse_if_any
 from hf_ptq.options import NOT_BUILT, Options
+from hf_ptq.sizes import parse_size
 
 Parsed = TypeVar("Parsed")
 SECONDS_FOR_THE_FIRST = 10
@@ -241,17 +242,36 @@ def _listing() -> Iterator[str]:
     """The lines of --list."""
     from hf_ptq.data.datasets import DATASETS
     from hf_ptq.export.support import list_support
-    from hf_ptq.quantization.recipe import RECIPES_DIR, list_kv_presets, list_models, list_not_built, list_presets
+    from hf_ptq.quantization.formats.description import FORMATS
+    from hf_ptq.quantization.recipe import (
+        DEFAULT_KV,
+        RECIPES_DIR,
+        list_kv_presets,
+        list_models,
+        list_not_built,
+        list_presets,
+    )
 
+    roles = {"weight": "weights", "input": "inputs", "kv": "keys and values"}
     groups = {
-        "Presets (--qformat)": list_presets(),
+        "Presets (--qformat)": _marked(list_presets(), RunConfig.qformat),
         "Presets of ModelOpt that are refused": list_not_built(),
-        "KV-cache presets (--kv_cache_qformat)": list_kv_presets(),
+        "KV-cache presets (--kv_cache_qformat)": _marked(list_kv_presets(), DEFAULT_KV),
         "Model recipes (--recipe)": list_models(),
         "Recipes of your own (--recipe FILE)": [(str(RECIPES_DIR), "the shipped files, to copy and change")],
-        "Layouts (--export_fmt) and their formats, with who takes them": list_support(),
+        "Number formats (in the rules of a recipe)": [
+            (name, f"{', '.join(roles[role] for role in fmt.roles)}: {fmt.description}")
+            for name, fmt in FORMATS.items()
+        ],
+        f"Layouts (--export_fmt, default {RunConfig.export_fmt}) and their formats, with who takes them": (
+            list_support()
+        ),
         "Data sets (--dataset)": [(name, spec.description) for name, spec in DATASETS.items()],
     }
     for title, entries in groups.items():
         width = max((len(name) for name, _ in entries), default=0)
         yield from (title, *(f"  {name:<{width}}  {text}" for name, text in entries), "")
+
+
+def _marked(entries: Sequence[tuple[str, str]], default: str) -> list[tuple[str, str]]:
+    return [(name, f"{text} (default)" if name == default else text) for name, text in entries]

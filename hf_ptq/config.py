@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from hf_ptq.errors import Problem, UserError
 
@@ -21,19 +22,6 @@ DENSE_CHOICES = ("replicated", "fsdp")
 EXPORT_FORMATS = ("modelopt", "compressed-tensors", "fp8", "fakequant")  # those of export.layouts, known without torch
 EXPORT_ALIASES = {"hf": "modelopt", "compressed_tensors": "compressed-tensors"}  # ModelOpt says hf
 LONGEST_MINUTES = 7 * 24 * 60
-# Decimal units as in transformers' max_shard_size; the binary ones are spelled with an i.
-SIZE_UNITS: dict[str, int] = {
-    "": 1,
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-}
 
 
 @dataclass(frozen=True)
@@ -101,6 +89,10 @@ class RunConfig:
         """Every rule of the options that this request breaks; empty for a sound one."""
         return [*self._about_model_and_device(), *self._about_numbers(), *self._about_device_maps()]
 
+    def as_dict(self) -> dict[str, Any]:
+        """Option -> value, as they count: `qformat` is None where `recipe` is given."""
+        return asdict(self) | ({"qformat": None} if self.recipe else {})
+
     def device_map_options(self) -> list[str]:
         """The options given that spread the model of one process over devices."""
         given = {
@@ -164,15 +156,6 @@ class RunConfig:
         if self.use_fsdp2 and self.device_map_options():
             given = ", ".join(self.device_map_options())
             yield Problem(f"--use_fsdp2 shards over ranks, {given} spread within one process", "leave one out")
-
-
-def parse_size(text: str) -> int:
-    """Bytes of a size such as "5GB", "1.5 GiB" or "500000000". Raises `UserError` naming the text."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    unit = SIZE_UNITS.get(match[2].upper()) if match else None
-    if match is None or unit is None:
-        raise UserError(Problem(f"{text!r} is no size", "write it as 5GB, 500MB, 2GiB or a number of bytes"))
-    return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
 
 
 def parse_counts(text: str) -> tuple[int, ...]:

@@ -7,13 +7,16 @@ Anything else that leaves the program is a bug of ours.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong (naming the option, file, tensor or module), and what cures it."""
+    """What is wrong (naming the option, file, tensor or module), and what cures it.
+
+    Options are written as the command has them, `--overwrite`; the library rewords them (wording.py).
+    """
 
     what: str
     cure: str = ""
@@ -34,6 +37,11 @@ class HfPtqError(Exception):
     def __init__(self, *problems: Problem | str) -> None:
         self.problems = tuple(Problem(p) if isinstance(p, str) else p for p in problems)
         super().__init__("\n".join(str(p) for p in self.problems))
+
+    def reword(self, say: Callable[[str], str]) -> None:
+        """Put every problem and every cure into other words; the error stays this one."""
+        self.problems = tuple(Problem(say(problem.what), say(problem.cure)) for problem in self.problems)
+        self.args = ("\n".join(str(problem) for problem in self.problems),)
 
 
 class UserError(HfPtqError):

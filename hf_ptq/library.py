@@ -59,6 +59,7 @@ from hf_ptq.quantization.state import (
     whole_record_of,
 )
 from hf_ptq.quantization.summary import summarize
+from hf_ptq.wording import in_own_words
 
 Model = TypeVar("Model", bound=nn.Module)
 ForwardLoop = Callable[[Any], object]
@@ -66,6 +67,7 @@ RecipeLike = str | Path | Mapping[str, Any] | Recipe
 _PASS_A_LOOP = "pass forward_loop, a function that runs calibration data through the model"
 
 
+@in_own_words
 def quantize(
     model: Model,
     recipe: RecipeLike,
@@ -97,6 +99,7 @@ def quantize(
     return model
 
 
+@in_own_words
 @torch.no_grad()
 def calibrate(model: nn.Module, forward_loop: ForwardLoop | None = None) -> None:
     """Measure all ranges anew: of weights as they are now, and of the inputs that `forward_loop(model)` shows.
@@ -143,7 +146,7 @@ def _measure_inputs(
     state = current_state(device)
     statistics.reduce(lambda flat, reduction, _group: reduce_over_ranks(state, flat, reduction))
     for text in end(record.recipe.algorithm, inputs, statistics):
-        warnings.warn(text, stacklevel=3)
+        warnings.warn(text, stacklevel=5)  # the caller of `calibrate`, which is decorated twice
 
 
 def _check_loop(forward_loop: ForwardLoop | None) -> None:
@@ -219,6 +222,7 @@ def model_state(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: full_of(tensor.detach()) for name, tensor in named_tensors(model, every_name=True).items()}
 
 
+@in_own_words
 def restore_quantizers(model: Model, state: Mapping[str, Any]) -> Model:
     """Give the model the quantizers of a state, ranges included; returns the model.
 
@@ -318,7 +322,7 @@ def _decide(model: nn.Module, recipe: Recipe) -> _Wanted:
         refuse_if_any(_of_one_tensor(assignment))
         told, wanted = assignment.warnings, _Wanted(recipe, assignment)
     for text in told:
-        warnings.warn(text, stacklevel=3)
+        warnings.warn(text, stacklevel=4)  # the caller of the decorated function
     return wanted
 
 

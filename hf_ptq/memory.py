@@ -145,7 +145,7 @@ class MemoryMonitor:
         """Open NVML, find the devices, take the first sample and start the thread. Raises nothing: see `notes`."""
         if self._thread is not None:
             return self
-        self._open_nvml()
+        self._open_devices(self._uuids)
         if read_host_memory(None, self._status_file) is None:
             self.notes.append(f"host memory is not watched: {self._status_file} does not split it by kind")
         self._stopping.clear()
@@ -171,6 +171,20 @@ class MemoryMonitor:
     def set_baseline(self) -> None:
         """Call when the imports are done: host peaks are told relative to now."""
         self.baseline = read_host_memory(self._pinned_bytes, self._status_file)
+
+    def watch(self, uuids: Mapping[str, str]) -> list[str]:
+        """Watch these devices too from now on, by the names given; returns the notes on those that cannot be.
+
+        A name that is watched already stays the device that it is. Raises nothing.
+        """
+        added = {device: uuid for device, uuid in uuids.items() if device not in self._uuids}
+        with self._lock:
+            self._uuids |= added
+            if self._thread is None:
+                return []  # `start` finds them
+            known = len(self.notes)
+            self._open_devices(added)
+            return self.notes[known:]
 
     def mark(self) -> Window:
         """Start a window; `peaks(window)` ends it. Windows may overlap."""
@@ -220,17 +234,11 @@ class MemoryMonitor:
                 del self._handles[device]
         return used
 
-    def _open_nvml(self) -> None:
-        """Fill `_handles`. NVML counts its users, so each init is paid back by one shutdown."""
-        if not self._uuids:
+    def _open_devices(self, uuids: Mapping[str, str]) -> None:
+        """Add to `_handles`. NVML counts its users, so each init is paid back by one shutdown."""
+        if not uuids or not (self._nvml_is_open or self._open_nvml()):
             return
-        try:
-            self._nvml.nvmlInit()
-        except self._nvml.NVMLError as error:
-            self.notes.append(f"GPU memory is not watched: NVML says {error}")
-            return
-        self._nvml_is_open = True
-        for device, uuid in self._uuids.items():
+        for device, uuid in uuids.items():
             try:
                 self._handles[device] = self._probe(uuid)
             except self._nvml.NVMLError as error:
@@ -239,6 +247,15 @@ class MemoryMonitor:
                 self.notes.append(f"{device} ({uuid}) is not watched: NVML reports the whole card, not a MIG instance")
         if not self._handles:
             self._close_nvml()
+
+    def _open_nvml(self) -> bool:
+        try:
+            self._nvml.nvmlInit()
+        except self._nvml.NVMLError as error:
+            self.notes.append(f"GPU memory is not watched: NVML says {error}")
+            return False
+        self._nvml_is_open = True
+        return True
 
     def _close_nvml(self) -> None:
         self._handles = {}

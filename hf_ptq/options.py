@@ -341,7 +341,12 @@ class Options:
         ),
     ] = True
     show_list: Annotated[
-        bool, typer.Option("--list", rich_help_panel=RUN, help="List presets, recipes and data sets, and stop.")
+        bool,
+        typer.Option(
+            "--list",
+            rich_help_panel=RUN,
+            help="List presets, recipes, number formats, layouts and data sets, and stop.",
+        ),
     ] = False
     show_version: Annotated[bool, typer.Option("--version", rich_help_panel=RUN, help="Say the version, and stop.")] = (
         False

@@ -50,6 +50,7 @@ from hf_ptq.quantization.assignment import Assignment, assign
 from hf_ptq.quantization.coverage import beyond_text
 from hf_ptq.quantization.recipe import Recipe, load_recipe
 from hf_ptq.report import Report
+from hf_ptq.sizes import human_bytes
 
 OF_DEVICE_MAPS = ("device_map", "offload_folder", "fetched_bytes", "warnings")  # told where there is something to tell
 
@@ -106,6 +107,9 @@ def plan_model(
     plan = together(state, "decide the plan", decide)
     for reason in (*wishes.notes, *plan.reasons):
         report.say(f"plan {plan.kind}: {reason}")
+    if state.world_size > 1:
+        own = "what it loads, calibrates, quantizes and verifies, and its memory, are its own, not the sum"
+        report.say(f"rank 0 of {state.world_size} speaks: {own}")
     for warning in plan.warnings:
         report.warn(warning)
     told = {item.name: getattr(plan, item.name) for item in fields(plan)}
@@ -261,7 +265,7 @@ def end_dry_run(config: RunConfig, assignment: Assignment, export: ExportPlan, r
     report.say(
         f"KV cache: {f'keys {cache.k.name}, values {cache.v.name} (by {cache.rule})' if cache else 'as it is'}; {data}"
     )
-    report.say(f"{config.export_path}: {export.num_bytes / 1e9:.3f} GB of weights in {len(export.shards)} files")
+    report.say(f"{config.export_path}: {human_bytes(export.num_bytes)} of weights in {len(export.shards)} files")
     report.say("dry run: no weight was downloaded or loaded, and nothing was exported")
     return report
 

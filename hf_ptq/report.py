@@ -7,6 +7,7 @@ A stage tells (`say`, `warn`, `progress`, `table`), records (`record`, JSON-able
     source, plan, quantized      where the model came from, how it was laid out, what was quantized with what
     data, previews               what calibrated it; texts before and after
     bytes, signal_to_noise       in and out; per kind of layer, the worst named
+    ranks                        of several: what each read and wrote, and its peak memory
     exported, stages, warnings   the path; seconds and peak memory of each stage; all warnings
 
 The summary shows a section by its shape alone (mapping, mapping of mappings, list of mappings), so that a stage may
@@ -37,10 +38,11 @@ from rich.table import Table
 from rich.text import Text
 
 from hf_ptq.memory import MemoryMonitor
+from hf_ptq.sizes import human_bytes
 
 REPORT_FILE = "hf_ptq_report.json"
 PACKAGES = ("hf-ptq", "torch", "transformers", "safetensors", "tokenizers", "datasets", "nvidia-ml-py")
-SUMMARY_ORDER = ("source", "plan", "data", "kv_cache", "signal_to_noise", "bytes", "previews")
+SUMMARY_ORDER = ("source", "plan", "data", "kv_cache", "signal_to_noise", "bytes", "previews", "ranks")
 SUMMARY_ROWS = 12
 LOG_WIDTH = 120
 LOG_SECONDS = 60.0
@@ -161,7 +163,8 @@ class Report:
                 self._show(section, self.sections[section])
         if self.stages:
             rows = [[s["name"], *_stage_cells(s)] for s in self.stages]
-            self._table("stages", ["stage", "seconds", "host peak", "GPU peak"], rows)
+            title = "stages of rank 0" if "ranks" in self.sections else "stages"
+            self._table(title, ["stage", "seconds", "host peak", "GPU peak"], rows)
         for text in self.warnings:
             self._line(f"warning: {text}", "yellow")
         if "exported" in self.sections:
@@ -219,15 +222,6 @@ def plain(value: Any, where: str) -> Any:
     raise TypeError(f"{where}: {type(value).__name__} cannot be written to the report")
 
 
-def human_bytes(count: float) -> str:
-    """A size in decimal units, three digits: "1.23 GB"."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if abs(count) < 999.5:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} PB"
-
-
 class _Counter:
     """What a progress has counted so far, safe to advance from several threads."""
 
@@ -264,7 +258,9 @@ class _Counter:
 
     def _rate(self) -> str:
         rate = self.done / max(time.perf_counter() - self._start, 1e-6)
-        return f"{human_bytes(rate)}/s" if self.unit == "bytes" else f"{rate:,.4g} {self.unit}/s"
+        if self.unit == "bytes":
+            return f"{human_bytes(rate)}/s"
+        return f"{rate:,.0f} {self.unit}/s" if rate >= 1000 else f"{rate:.4g} {self.unit}/s"
 
 
 def _stdout_console() -> Console:

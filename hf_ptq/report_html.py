@@ -19,8 +19,8 @@ from typing import Any
 from hf_ptq.export.samples import PERFECT_DB, decibels
 from hf_ptq.export.tensors import WeightError
 from hf_ptq.quantization.coverage import LayerCoverage, by_layer
-from hf_ptq.report import human_bytes
 from hf_ptq.report_plots import HeatRow, Html, Point, el, escape, heat_legend, heat_map, layer_panel, scale_of
+from hf_ptq.sizes import human_bytes
 
 WORST = 10
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole part of a dotted name
@@ -93,6 +93,7 @@ def render(report: Mapping[str, Any], errors: Sequence[WeightError]) -> str:
         _worst(errors),
         _experts(report),
         _stages(report),
+        _ranks(report),
         _previews(report),
         _details(report),
     )
@@ -343,7 +344,23 @@ def _stages(report: Mapping[str, Any]) -> Html | None:
     note = "Host: anonymous and pinned memory of this process above its start. GPU: the fullest card, all processes."
     numeric = range(1, len(columns), 2)
     notes = " ".join([note, *map(str, _get(report, "memory_not_watched") or [])])
-    return _section("Stages", _table(columns, rows, numeric), el("p", notes, class_="soft"))
+    title = "Stages of rank 0" if _get(report, "ranks") else "Stages"
+    return _section(title, _table(columns, rows, numeric), el("p", notes, class_="soft"))
+
+
+def _ranks(report: Mapping[str, Any]) -> Html | None:
+    """Of several ranks: what each read and wrote, and its peaks beside what the plan expected."""
+    ranks = _get(report, "ranks")
+    if not ranks:
+        return None
+    columns = list(ranks[0])
+    rows = [[_amount(column, rank.get(column)) for column in columns] for rank in ranks]
+    titles = [column.removesuffix(" bytes") for column in columns]
+    return _section("Ranks", _table(titles, rows, [i for i, column in enumerate(columns) if column != "node"]))
+
+
+def _amount(column: str, value: Any) -> str:
+    return human_bytes(value) if value is not None and column.endswith(" bytes") else _plain(value)
 
 
 def _bar(value: float, most: float) -> Html:

@@ -8,8 +8,6 @@ the steps.
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 import torch
 from rich.console import Console
 
@@ -22,7 +20,6 @@ from hf_ptq.distributed.process_group import distributed_run
 from hf_ptq.export.shared_destination import SharedDestination
 from hf_ptq.export.tensors import Output
 from hf_ptq.report import Report
-from hf_ptq.report_html import write_html
 
 
 def run(config: RunConfig, report: Report | None = None) -> Report:
@@ -31,15 +28,16 @@ def run(config: RunConfig, report: Report | None = None) -> Report:
     Raises UserError (wrong request) or RunError (failed run); of several ranks all call it, and one error ends them.
     """
     report = report or Report(Console(quiet=True) if read_launch().rank else None, config.verbose)
-    report.record("options", asdict(config))  # 1
+    report.record("options", config.as_dict())  # 1
     with (
         distributed_run(config.device, config.timeout_minutes, config.use_fsdp2) as state,  # 2
-        steps.watched(state, report),
+        steps.watched(state, report) as monitor,
         state.failing_together(),
     ):
         torch.manual_seed(config.seed)
         source = sourcing.resolve(config, state, report)  # 3
         meta, units, plan = planning.plan_model(config, source, state, report)  # 4
+        steps.watch_map(monitor, plan, report)
         recipe = together(state, "read the recipe", lambda: planning.read_recipe(config))  # 5
         assignment, export = together(
             state, "plan the export", lambda: planning.plan_export(config, recipe, source, meta, units, plan, report)
@@ -80,8 +78,5 @@ def run(config: RunConfig, report: Report | None = None) -> Report:
             errors = steps.gather_errors(job, errors)
             first_decides(state, "write the report", lambda: steps.finish_report(config, errors, directory, report))
             destination.commit(config.durable)
-    if state.is_first:
-        report.print_summary()  # 12
-        if config.report_html is not None:
-            write_html(config.report_html, report.as_dict(), errors)
+    steps.show_report(config, state, errors, report)  # 12
     return report

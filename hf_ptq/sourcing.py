@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from hf_ptq.checkpoint.headers import Beginning
-from hf_ptq.checkpoint.room import size_text
 from hf_ptq.checkpoint.source import Source, download, downloaded, open_source
 from hf_ptq.config import RunConfig
 from hf_ptq.distributed.agreement import first_decides, same_everywhere, together
@@ -22,6 +21,7 @@ from hf_ptq.errors import Problem, UserError, refuse_if_any
 from hf_ptq.export.destination import check_export_path
 from hf_ptq.export.shared_destination import CURE, refuse_unshared_path, unseen
 from hf_ptq.report import Report, versions
+from hf_ptq.sizes import exact_bytes
 
 
 def resolve(config: RunConfig, state: DistributedState, report: Report) -> Source:
@@ -67,7 +67,7 @@ def resolve(config: RunConfig, state: DistributedState, report: Report) -> Sourc
         },
     )
     if source.elsewhere:
-        size = f"{len(source.elsewhere)} files, {size_text(source.download_bytes)}"
+        size = f"{len(source.elsewhere)} files, {exact_bytes(source.download_bytes)}"
         report.say(f"{source.origin}: its weights are not in the cache yet; to download: {size}")
     return source
 

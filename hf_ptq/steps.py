@@ -7,7 +7,7 @@ what the others have to say. Nothing here is remembered between calls.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from hf_ptq.checkpoint.slices import SourceReader
 from hf_ptq.checkpoint.writer import ShardWriter
 from hf_ptq.config import RunConfig
 from hf_ptq.distributed.agreement import first_decides, gather_json, least, together
+from hf_ptq.distributed.plan import Plan
 from hf_ptq.distributed.process_group import DistributedState
 from hf_ptq.driver import Job
 from hf_ptq.errors import RunError
@@ -36,6 +37,7 @@ from hf_ptq.preview import Preview
 from hf_ptq.quantization.apply import quantizing
 from hf_ptq.quantization.quantizer import Quantizer
 from hf_ptq.report import REPORT_FILE, Report
+from hf_ptq.report_html import write_html
 
 LOST_DB = 10.0  # NVFP4 has about 20, FP8 31; below this a server computes with noise
 PREVIEW_TOKENS = 64
@@ -51,15 +53,24 @@ def stage(state: DistributedState, report: Report, name: str) -> Iterator[None]:
 
 
 @contextmanager
-def watched(state: DistributedState, report: Report) -> Iterator[None]:
-    """Memory of the host, and of the GPU in use, is sampled inside the block, and what is freed there is given back."""
+def watched(state: DistributedState, report: Report) -> Iterator[MemoryMonitor]:
+    """Memory of the host, and of the main GPU, is sampled inside the block, and what is freed there is given back."""
     return_large_blocks()
-    is_gpu = state.device.type == "cuda"
-    uuids = {str(state.device): str(torch.cuda.get_device_properties(state.device).uuid)} if is_gpu else {}
-    with MemoryMonitor(uuids, _pinned_bytes) as monitor:
+    with MemoryMonitor(_uuids([str(state.device)]), _pinned_bytes) as monitor:
         monitor.set_baseline()
         report.attach_monitor(monitor)
-        yield
+        yield monitor
+
+
+def watch_map(monitor: MemoryMonitor, plan: Plan, report: Report) -> None:
+    """The other GPUs of a device map are sampled too from now on."""
+    for note in monitor.watch(_uuids(dict.fromkeys(plan.device_map.values()))):
+        report.say(note)
+
+
+def _uuids(devices: Iterable[str]) -> dict[str, str]:
+    """Of the GPUs among them."""
+    return {name: str(torch.cuda.get_device_properties(name).uuid) for name in devices if name.startswith("cuda")}
 
 
 def _pinned_bytes() -> int:
@@ -250,3 +261,12 @@ def finish_report(config: RunConfig, errors: list[WeightError], directory: Path,
     report.record("files", sorted([*files, REPORT_FILE]))
     report.record("exported", config.export_path)
     write_json(directory / REPORT_FILE, report.as_dict())
+
+
+def show_report(config: RunConfig, state: DistributedState, errors: list[WeightError], report: Report) -> None:
+    """Step 12, on rank 0: the summary on the screen, and the page if one is asked for."""
+    if not state.is_first:
+        return
+    report.print_summary()
+    if config.report_html is not None:
+        write_html(config.report_html, report.as_dict(), errors)

@@ -22,7 +22,7 @@ PACKAGE = ROOT / "hf_ptq"
 # A unit may import units of its own level or below; within a level there must be no circle. A subpackage named here
 # has a level of its own, apart from its parent's.
 LEVELS: tuple[tuple[str, ...], ...] = (
-    ("errors", "config"),
+    ("errors", "config", "sizes", "wording"),
     ("distributed", "report", "memory"),
     ("checkpoint", "quantization.formats"),
     ("model",),

@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING, Any
 from hf_ptq.checkpoint.gguf_header import GgufHeader, check_complete, read_gguf_header
 from hf_ptq.checkpoint.headers import some
 from hf_ptq.errors import Problem, RunError, UserError, refuse_if_any
+from hf_ptq.sizes import exact_bytes
 
 if TYPE_CHECKING:
     from hf_ptq.report import Report
@@ -138,7 +139,8 @@ def _whole_or_nothing(target: Path, needed_bytes: int) -> Iterator[Path]:
     try:
         free_bytes = shutil.disk_usage(temporary).free
         if free_bytes < needed_bytes:
-            what = f"{target.parent}: the conversion needs {needed_bytes:,} bytes, {free_bytes:,} are free"
+            needed, free = exact_bytes(needed_bytes), exact_bytes(free_bytes)
+            what = f"{target.parent}: the conversion needs {needed}, {free} are free"
             raise UserError(Problem(what, "set HF_PTQ_CACHE to a directory on another disk"))
         yield temporary
         try:

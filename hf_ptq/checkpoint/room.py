@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hf_ptq.errors import Problem
+from hf_ptq.sizes import exact_bytes
 
 
 @dataclass(frozen=True)
@@ -37,13 +38,8 @@ def _shortage(needs: list[Need]) -> list[Problem]:
     free_bytes, needed_bytes = room.f_bavail * room.f_frsize, sum(need.num_bytes for need in needs)
     if free_bytes >= needed_bytes or room.f_blocks == 0:  # some network file systems do not say
         return []
-    listed = " and ".join(f"{need.what} needs {size_text(need.num_bytes)}" for need in needs)
+    listed = " and ".join(f"{need.what} needs {exact_bytes(need.num_bytes)}" for need in needs)
     places = " and ".join(dict.fromkeys(str(need.directory) for need in needs))
-    what = f"{listed}, the file system of {places} has {size_text(free_bytes)} free"
-    missing = f"{size_text(needed_bytes - free_bytes)} are missing"
+    what = f"{listed}, the file system of {places} has {exact_bytes(free_bytes)} free"
+    missing = f"{exact_bytes(needed_bytes - free_bytes)} are missing"
     return [Problem(f"{what}: {missing}", "free room there, or " + ", or ".join(need.cure for need in needs))]
-
-
-def size_text(num_bytes: int) -> str:
-    """As gigabytes, and exactly."""
-    return f"{num_bytes / 1e9:.2f} GB ({num_bytes:,} bytes)"

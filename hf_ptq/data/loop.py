@@ -18,6 +18,7 @@ import torch
 
 from hf_ptq.errors import Problem, RunError
 from hf_ptq.report import Report
+from hf_ptq.sizes import human_bytes
 
 Forward = Callable[[Mapping[str, torch.Tensor]], Any]
 MAX_BATCH_ROWS = 64
@@ -41,8 +42,8 @@ def choose_batch_size(num_rows: int, row_tokens: int, token_bytes: int, allowed_
     fitting = max(1, allowed_bytes // max(1, row_tokens * token_bytes))
     size = max(1, min(num_rows, fitting, MAX_BATCH_ROWS))
     reason = (
-        f"{row_tokens} tokens x {token_bytes / 2**10:.0f} KiB a row: {fitting} rows fit into the "
-        f"{allowed_bytes / 2**30:.2f} GiB that activations may take"
+        f"{row_tokens} tokens x {human_bytes(token_bytes)} a row: {fitting} rows fit into the "
+        f"{human_bytes(allowed_bytes)} that activations may take"
     )
     return size, reason
 

@@ -28,8 +28,8 @@ import torch
 
 from hf_ptq.distributed.launch import Wishes
 from hf_ptq.errors import Problem, UserError
+from hf_ptq.sizes import gigabytes
 
-GIB = 2**30
 MANY_WORLDS = 8  # named in a message
 CPU, DISK = "cpu", "disk"  # as a device map names them
 SIZES = ("--gpu_max_mem_percentage", "--max_gpu_memory_gb", "--max_cpu_memory_gb")
@@ -188,7 +188,7 @@ def _one_process(facts: Facts) -> Plan:
     fetched = facts.unit_bytes if _is_offloaded(facts, spread) else 0
     arithmetic = _spread_arithmetic(spread)
     if fetched:
-        arithmetic += f"; one unit {_gib(fetched)} at a time is brought to {facts.device} to compute"
+        arithmetic += f"; one unit {gigabytes(fetched)} at a time is brought to {facts.device} to compute"
     return Plan(
         "device map",
         facts.device,
@@ -207,7 +207,7 @@ def _is_offloaded(facts: Facts, spread: Spread) -> bool:
 
 def _spread_arithmetic(spread: Spread) -> str:
     parts = [
-        f"{device} {_gib(spread.num_bytes.get(device, 0))} of {_gib(room)}"
+        f"{device} {gigabytes(spread.num_bytes.get(device, 0))} of {gigabytes(room)}"
         for device, room in spread.rooms.items()
         if device != DISK or spread.num_bytes.get(DISK)
     ]
@@ -222,16 +222,17 @@ def _spread_problems(facts: Facts, spread: Spread) -> Iterator[Problem]:
         if CPU not in spread.rooms:
             cures.append("--max_cpu_memory_gb N keeps so much in host memory")
         cures.append("--offload_folder DIRECTORY keeps the rest on a disk")
-        what = f"the model does not fit: device map: {_spread_arithmetic(spread)}; {_gib(on_disk)} have no place"
+        what = f"the model does not fit: device map: {_spread_arithmetic(spread)}; {gigabytes(on_disk)} have no place"
         yield Problem(what, "; ".join(cures))
     elif room is not None and on_disk > room:
         folder = f"--offload_folder {spread.offload_folder}"
-        what = f"{folder} would hold {_gib(on_disk)}, its file system has {_gib(room)} free"
+        what = f"{folder} would hold {gigabytes(on_disk)}, its file system has {gigabytes(room)} free"
         yield Problem(what, "take another folder, or keep more in memory (--max_cpu_memory_gb)")
     room = spread.rooms[facts.device]
     if _is_offloaded(facts, spread) and room < facts.unit_bytes:
         larger = [f"a larger {option}" for option in spread.asked if option in SIZES]
-        what = f"weights may take {_gib(room)} of {facts.device}, the largest unit alone needs {_gib(facts.unit_bytes)}"
+        needed = f"the largest unit alone needs {gigabytes(facts.unit_bytes)}"
+        what = f"weights may take {gigabytes(room)} of {facts.device}, {needed}"
         yield Problem(what, "; ".join([*larger, "use a device with more memory"]))
 
 
@@ -262,7 +263,7 @@ def _degree(facts: Facts, wishes: Wishes) -> tuple[int, str]:
 def _replicated(facts: Facts, kind: Kind, why: str, warnings: tuple[str, ...] = ()) -> Plan:
     unit = facts.unit_bytes
     needed = facts.model_bytes + unit
-    arithmetic = f"weights {_gib(facts.model_bytes)} + one unit {_gib(unit)}; {_free(facts)}"
+    arithmetic = f"weights {gigabytes(facts.model_bytes)} + one unit {gigabytes(unit)}; {_free(facts)}"
     return Plan(kind, facts.device, needed, (why, arithmetic), facts.world_size, warnings=warnings)
 
 
@@ -274,14 +275,13 @@ def _expert_parallel(facts: Facts, degree: int, wishes: Wishes) -> Plan:
         why += f", in {groups} expert-parallel groups"
     own, unit = facts.expert_bytes // degree, facts.dense_unit_bytes + facts.expert_unit_bytes // degree
     needed = facts.dense_bytes + own + unit
-    arithmetic = (
-        f"dense weights {_gib(facts.dense_bytes)} + experts {_gib(own)} + one unit {_gib(unit)}; {_free(facts)}"
-    )
+    weights = f"dense weights {gigabytes(facts.dense_bytes)} + experts {gigabytes(own)}"
+    arithmetic = f"{weights} + one unit {gigabytes(unit)}; {_free(facts)}"
     reasons = (why, "the dense part replicated: no forward gathers it", arithmetic)
     replicated = Plan("expert-parallel", facts.device, needed, reasons, facts.world_size, degree)
     gathered = 2 * facts.dense_unit_bytes + (facts.expert_unit_bytes // degree if groups > 1 else 0)
     share = facts.model_bytes // facts.world_size
-    arithmetic = f"weights {_gib(share)} + two units, gathered, {_gib(gathered)}; {_free(facts)}"
+    arithmetic = f"weights {gigabytes(share)} + two units, gathered, {gigabytes(gathered)}; {_free(facts)}"
     asked = wishes.dense == "fsdp"
     reason = "the dense part sharded by FSDP2: " + ("asked for" if asked else "it does not fit whole")
     reasons = (why, reason, arithmetic)
@@ -298,7 +298,7 @@ def _fsdp2(facts: Facts) -> Plan:
         raise UserError(Problem(f"--use_fsdp2: {facts.fsdp_problem}", "leave it out"))
     share = facts.model_bytes // facts.world_size
     gathered = 2 * (facts.dense_unit_bytes + facts.expert_unit_bytes)
-    arithmetic = f"weights {_gib(share)} + two units, gathered, {_gib(gathered)}; {_free(facts)}"
+    arithmetic = f"weights {gigabytes(share)} + two units, gathered, {gigabytes(gathered)}; {_free(facts)}"
     why = f"--use_fsdp2: every weight sharded over {facts.world_size} ranks"
     plan = Plan("fsdp2", facts.device, share + gathered, (why, arithmetic), facts.world_size, dense="fsdp")
     return _fitting([plan], facts)
@@ -322,9 +322,5 @@ def _fitting(plans: list[Plan], facts: Facts) -> Plan:
     raise UserError(*(Problem(what, cure if i == len(problems) else "") for i, what in enumerate(problems, 1)))
 
 
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.2f} GiB"
-
-
 def _free(facts: Facts) -> str:
-    return f"{_gib(facts.free_bytes)} free on {facts.device}" + (" for each rank" if facts.world_size > 1 else "")
+    return f"{gigabytes(facts.free_bytes)} free on {facts.device}" + (" for each rank" if facts.world_size > 1 else "")

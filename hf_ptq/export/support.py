@@ -21,6 +21,8 @@ def _takers(*servers: str, **parts: str) -> Takers:
 
 
 NAMES = {"vllm": VLLM, "sglang": SGLANG, "transformers": TRANSFORMERS}
+# Names of algorithms that servers know and no export of ours has: AWQ's and SVDQuant's are not built.
+NEVER_WRITTEN = ("FP8_PB_WO", "NVFP4_AWQ", "W4A16_AWQ", "W4A8_AWQ", "NVFP4_SVD")
 COMPRESSED_TENSORS: dict[str, Takers] = {
     "FP8": _takers(VLLM, SGLANG, TRANSFORMERS),
     "FP8A16": _takers(VLLM, SGLANG, TRANSFORMERS),
@@ -39,7 +41,7 @@ COMPRESSED_TENSORS: dict[str, Takers] = {
     "MXFP8A16": _takers(VLLM, transformers="dense"),
 }
 SUPPORT: dict[str, dict[str, Takers]] = {
-    "modelopt": {algo: _takers(*servers) for algo, servers in ALGO_SUPPORT.items() if algo != "FP8_PB_WO"},
+    "modelopt": {algo: _takers(*servers) for algo, servers in ALGO_SUPPORT.items() if algo not in NEVER_WRITTEN},
     "compressed-tensors": COMPRESSED_TENSORS,
     "fp8": {"block-FP8": _takers(*ALL)},
     "fakequant": {"every format": _takers(*ALL)},

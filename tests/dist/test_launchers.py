@@ -32,4 +32,10 @@ def test_started_as_the_readme_says(way, tiny, token_rows, tmp_path, check_expor
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("exported:") == 1, "one rank speaks"
     assert "plan expert-parallel: 8 experts over 2 ranks: 4 each" in done.stdout
+    assert done.stdout.count("rank 0 of 2 speaks") == 1, "whose share the amounts are"
+    assert done.stdout.index("rank 0 of 2 speaks") < done.stdout.index("== load")
+    told, stages = done.stdout.split("\nranks ")[1].split("\nstages of rank 0 ")
+    assert "expected bytes" in told
+    assert [line.split()[0] for line in told.splitlines()[3:5]] == ["0", "1"]
+    assert "calibrate" in stages
     check_export(tiny("qwen3_moe"), out)

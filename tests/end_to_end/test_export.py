@@ -133,6 +133,8 @@ def test_a_recipe_file_is_followed(tiny: Callable, quantize: Quantize, check_exp
     assert tensors["model.layers.0.mlp.up_proj.weight"].dtype == torch.uint8
     assert tensors["model.layers.0.self_attn.q_proj.weight"].dtype == torch.float8_e4m3fn
     assert tensors["model.layers.1.mlp.up_proj.weight"].dtype == torch.bfloat16
+    options = json.loads((export / "hf_ptq_report.json").read_text())["options"]
+    assert (options["qformat"], options["recipe"]) == (None, recipe)
 
 
 def test_the_option_wins_over_the_recipes_kv_format(tiny: Callable, quantize: Quantize, tmp_path: Path) -> None:
@@ -313,6 +315,15 @@ def test_no_tokenizer_at_all(tiny: Callable, quantize: Quantize, tmp_path: Path)
     export = quantize(source, "nvfp4", report=report, skip_generate=False)
     assert any("no tokenizer" in text for text in report.warnings)
     assert report_of(export)["previews"]["after"].split()[0].isdigit()
+
+
+def test_the_page_is_written_where_it_is_asked_for(tiny: Callable, quantize: Quantize, tmp_path: Path) -> None:
+    page = tmp_path / "pages" / "report.html"
+    quantize(tiny("llama"), "nvfp4", report_html=page)
+    text = page.read_text(encoding="utf-8")
+    assert "Signal-to-noise of the weights" in text
+    assert "model.layers.*.mlp.down_proj" in text, "the errors of all weights are in it"
+    assert "dry_run" in text
 
 
 def test_a_dry_run_writes_nothing(tiny: Callable, quantize: Quantize, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from hf_ptq.checkpointing import load
 from hf_ptq.distributed.plan import Plan
 from hf_ptq.errors import RunError, UserError
 from hf_ptq.report import Report
+from hf_ptq.sizes import exact_bytes
 
 Quantize = Callable[..., Path]
 EXACT = 8  # bytes asked for first, so that of each file no more than its header is given
@@ -99,10 +101,10 @@ def test_no_room_says_how_much_is_missing_and_for_what(tiny, serve, quantize, tm
         quantize(REPO, name="out")
     (problem,) = caught.value.problems
     size = len(hub.files["model.safetensors"])
-    assert f"the download of org/name needs 0.00 GB ({size:,} bytes) and the export needs" in problem.what
+    assert f"the download of org/name needs {exact_bytes(size)} and the export needs" in problem.what
     assert str(tmp_path / "cache" / "models--org--name" / "snapshots" / COMMIT) in problem.what
-    free = int(problem.what.split("has 0.00 GB (")[1].split(" ")[0].replace(",", ""))
-    export = int(problem.what.split("the export needs 0.00 GB (")[1].split(" ")[0].replace(",", ""))
+    free = int(re.search(r" has [\d.]+ .?B \(([\d,]+) bytes\) free", problem.what)[1].replace(",", ""))
+    export = int(re.search(r"the export needs [\d.]+ .?B \(([\d,]+) bytes\)", problem.what)[1].replace(",", ""))
     assert f"({size + export - free:,} bytes) are missing" in problem.what
     assert "set HF_HOME" in problem.cure
 
@@ -111,7 +113,7 @@ def test_a_dry_run_tells_the_size_of_the_download_and_downloads_no_weights(tiny,
     hub, report = serve(tiny("llama")), Report(Console(record=True, width=300, quiet=False), verbose=True)
     quantize(REPO, name="out", report=report, dry_run=True)
     size = len(hub.files["model.safetensors"])
-    assert f"to download: 1 files, {size / 1e9:.2f} GB ({size:,} bytes)" in report.console.export_text()
+    assert f"to download: 1 files, {exact_bytes(size)}" in report.console.export_text()
     assert report.sections["source"]["to_download"] == size
     assert report.sections["source"]["commit"] == COMMIT
     assert hub.weights_given() == []

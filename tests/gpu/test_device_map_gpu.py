@@ -43,6 +43,9 @@ def assert_same(source: Path, tmp_path: Path, homes: set[str], qformat: str, **s
     assert mapped_report.sections["previews"] == plain_report.sections["previews"]
     assert mapped_report.sections["previews"]["before"] != mapped_report.sections["previews"]["after"]
     assert mapped_report.warnings == plain_report.warnings
+    gpus = {home for home in homes if home.startswith("cuda")}
+    watched = {stage["name"]: set(stage["gpu_peak_bytes"]) for stage in mapped_report.stages}
+    assert watched["load"] == watched["calibrate"] == gpus, watched
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ import pytest
 import hf_ptq
 from hf_ptq import cli
 from hf_ptq.config import RunConfig
+from hf_ptq.quantization.formats.description import FORMATS
+from hf_ptq.quantization.recipe import DEFAULT_KV
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "transformers", "datasets", "accelerate", "numpy", "pandas", "safetensors.torch")
@@ -82,6 +84,23 @@ def test_list_names_presets_and_data_sets(capsys):
         found = [line for line in lines if line.split()[:1] == [name]]
         assert found, name
         assert all(len(line.split()) > 2 for line in found), "a name and a line about it"
+
+
+def test_list_names_the_formats_that_rules_may_give(capsys):
+    """What a message about a rule sends its reader to: all of them, and what may have them."""
+    assert cli.main(["--list"]) == 0
+    text = capsys.readouterr().out
+    part = text.split("Number formats (in the rules of a recipe)\n")[1].split("\n\n")[0]
+    lines = dict(line.split(maxsplit=1) for line in part.splitlines())
+    assert lines.keys() == FORMATS.keys()
+    assert lines["fp8"] == "weights, inputs, keys and values: E4M3, one scale per tensor"
+    assert lines["int8"] == "inputs: INT8, one scale per tensor"
+
+
+def test_list_marks_what_is_taken_without_the_option(capsys):
+    assert cli.main(["--list"]) == 0
+    marked = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.endswith("(default)")]
+    assert marked == [RunConfig.qformat, DEFAULT_KV]
 
 
 def test_help_has_its_panels(capsys):

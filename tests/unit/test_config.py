@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_ptq.config import RunConfig, parse_counts, parse_names, parse_size
+from hf_ptq.config import RunConfig, parse_counts, parse_names
 from hf_ptq.errors import UserError
 
 
@@ -15,29 +15,6 @@ def test_the_config_is_frozen():
     config = RunConfig("m", Path("out"))
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.seed = 1
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("5GB", 5 * 10**9),
-        ("500MB", 5 * 10**8),
-        ("2GiB", 2 * 2**30),
-        ("2gib", 2 * 2**30),
-        ("123", 123),
-        ("1.5 kB", 1500),
-        ("7B", 7),
-        ("1TiB", 2**40),
-    ],
-)
-def test_sizes(text, size):
-    assert parse_size(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "GB", "5XB", "-5GB", "5 G B", "1e9"])
-def test_what_is_no_size(text):
-    with pytest.raises(UserError, match="5GB, 500MB, 2GiB"):
-        parse_size(text)
 
 
 def test_lists():
@@ -84,3 +61,12 @@ def test_each_rule(changed, what):
 
 def test_all_broken_rules_come_together():
     assert len(wrong(model="", device="x", calib_seq=0, batch_size=-1, max_shard_bytes=0, seed=-1)) == 6
+
+
+def test_a_preset_does_not_count_beside_a_recipe():
+    """The default least of all: a report that named it would tell of formats that were not used."""
+    assert RunConfig("m", Path("out")).as_dict()["qformat"] == "fp8"
+    preset = RunConfig("m", Path("out"), qformat="nvfp4")
+    assert preset.as_dict() == dataclasses.asdict(preset)
+    given = RunConfig("m", Path("out"), recipe="mine.yaml").as_dict()
+    assert (given["qformat"], given["recipe"]) == (None, "mine.yaml")

@@ -170,8 +170,8 @@ def test_room(tmp_path):
     room = os.statvfs(tmp_path)
     free = room.f_bavail * room.f_frsize
     assert room_problems([room_for_export(tmp_path / "a" / "b", free // 2)]) == []
-    (problem,) = room_problems([room_for_export(tmp_path / "a" / "b", 10**18 + 1)])
-    assert "needs 1000000000.00 GB (1,000,000,000,000,000,001 bytes)" in problem.what
+    (problem,) = room_problems([room_for_export(tmp_path / "a" / "b", 10**17 + 1)])
+    assert "needs 100 PB (100,000,000,000,000,001 bytes)" in problem.what
     assert f"the file system of {tmp_path} has " in problem.what
     reported = int(problem.what.split("(")[2].split(" bytes")[0].replace(",", ""))
     assert abs(reported - free) < 2**30

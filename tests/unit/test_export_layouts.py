@@ -11,6 +11,7 @@ import torch
 from hf_ptq.checkpoint.source import open_source
 from hf_ptq.config import EXPORT_FORMATS
 from hf_ptq.errors import UserError
+from hf_ptq.export.layout import ALGOS, served_name
 from hf_ptq.export.layouts import LAYOUTS, refuse_inexpressible
 from hf_ptq.export.layouts.compressed_tensors import GROUPS
 from hf_ptq.export.layouts.layout import Contents
@@ -132,6 +133,7 @@ def test_names_that_begin_others_are_refused_in_block_fp8() -> None:
 
 def test_the_table_of_who_takes_what() -> None:
     assert {group.title for group in GROUPS.values()} == SUPPORT["compressed-tensors"].keys()
+    assert {*map(served_name, ALGOS.values()), "MIXED_PRECISION"} == SUPPORT["modelopt"].keys(), "what is written"
     table = dict(list_support())
     assert table["compressed-tensors: FP8_DYNAMIC"] == "vLLM, SGLang, TensorRT-LLM, transformers"
     assert table["modelopt: MXFP4"] == "no server"

@@ -23,6 +23,7 @@ from hf_ptq.checkpoint.gguf_header import GgufHeader, check_complete, read_gguf_
 from hf_ptq.checkpoint.source import open_source
 from hf_ptq.errors import RunError, UserError
 from hf_ptq.report import Report
+from hf_ptq.sizes import exact_bytes
 
 gguf_files = pytest.importorskip("gguf_files", reason="needs the package gguf")
 gguf_tensors, tiny_llama, write_gguf = gguf_files.gguf_tensors, gguf_files.tiny_llama, gguf_files.write_gguf
@@ -281,7 +282,7 @@ def test_too_little_room_is_refused_with_both_numbers(tmp_path, report, tensors,
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     said = refusal(write_gguf(tmp_path / "m.gguf", tensors), report)
     needed = 2 * sum(tensor.size for tensor in tensors.values())
-    assert f"{cache}: the conversion needs {needed:,} bytes, 1,000 are free" in said
+    assert f"{cache}: the conversion needs {exact_bytes(needed)}, 1 kB (1,000 bytes) are free" in said
     assert left_in(cache) == []
 
 

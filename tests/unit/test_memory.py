@@ -7,11 +7,18 @@ import sys
 import threading
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
+import torch
+from rich.console import Console
 
+from hf_ptq import steps
+from hf_ptq.distributed.plan import Plan
+from hf_ptq.distributed.process_group import DistributedState
 from hf_ptq.memory import HostMemory, MemoryMonitor, read_host_memory
+from hf_ptq.report import Report
 
 MIB = 2**20
 
@@ -266,6 +273,54 @@ def test_a_device_that_gets_lost_is_told_once(status):
     assert monitor.notes == ["cuda:0 is no longer watched: NVML says GPU is lost"]
     assert monitor.peaks().gpu_used == {"cuda:0": 5, "cuda:1": 60}
     assert (nvml.inits, nvml.shutdowns) == (1, 1)
+
+
+def test_devices_that_are_added_later_are_watched_from_then_on(status):
+    nvml = FakeNvml({"GPU-a": 5, "GPU-b": 60, "GPU-m": 1}, mig={"GPU-m"})
+    with MemoryMonitor({"cuda:0": "a"}, nvml=nvml, sample_seconds=60, status_file=status.path) as monitor:
+        before = monitor.mark()
+        assert monitor.peaks(before).gpu_used == {"cuda:0": 5}
+        window = monitor.mark()
+        told = monitor.watch({"cuda:0": "b", "cuda:1": "b", "cuda:2": "m", "cuda:3": "x"})
+        assert told == monitor.notes
+        assert [note.partition(" is not watched")[0] for note in told] == ["cuda:2 (m)", "cuda:3 (x)"]
+        assert monitor.peaks(window).gpu_used == {"cuda:0": 5, "cuda:1": 60}
+    assert (nvml.inits, nvml.shutdowns) == (1, 1)
+    with monitor:
+        pass
+    assert monitor.peaks().gpu_used == {"cuda:0": 5, "cuda:1": 60}, "they are devices of this monitor"
+
+
+def test_devices_may_be_added_to_a_monitor_that_has_none_or_has_not_started(status):
+    nvml = FakeNvml({"GPU-a": 5})
+    monitor = MemoryMonitor(nvml=nvml, sample_seconds=60, status_file=status.path)
+    with monitor:
+        assert monitor.watch({}) == []
+        assert nvml.inits == 0
+        assert monitor.watch({"cuda:0": "a"}) == []
+    assert monitor.peaks().gpu_used == {"cuda:0": 5}
+    assert (nvml.inits, nvml.shutdowns) == (1, 1)
+    other = MemoryMonitor(nvml=nvml, status_file=status.path)
+    assert other.watch({"cuda:0": "x"}) == []
+    with other:
+        assert other.notes == ["cuda:0 (x) is not watched: NVML says Not Found"]
+
+
+def test_a_run_watches_every_gpu_of_its_device_map(status, monkeypatch):
+    """The main device from the start, the others as soon as the plan names them; "cpu" and "disk" are none."""
+    nvml = FakeNvml({"GPU-0": 5, "GPU-1": 6})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda name: SimpleNamespace(uuid=str(name)[-1]))
+    made = partial(MemoryMonitor, nvml=nvml, status_file=status.path)
+    monkeypatch.setattr(steps, "MemoryMonitor", made)
+    report = Report(Console(quiet=True))
+    spread = {"embed": "cuda:0", "layers.0": "cuda:1", "layers.1": "cuda:2", "layers.2": "cpu", "head": "disk"}
+    plan = Plan("device map", "cuda:0", 0, (), device_map=spread)
+    with steps.watched(DistributedState(0, 1, torch.device("cuda", 0)), report) as monitor:
+        steps.watch_map(monitor, plan, report)
+        with report.stage("load"):
+            pass
+    assert report.stages[0]["gpu_peak_bytes"] == {"cuda:0": 5, "cuda:1": 6}
+    assert report.as_dict()["memory_not_watched"] == ["cuda:2 (2) is not watched: NVML says Not Found"]
 
 
 def test_leaving_by_an_exception_stops_too(status):

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_ptq.distributed.launch import Wishes
-from hf_ptq.distributed.plan import GIB, Facts, Plan, decide_plan, free_bytes
+from hf_ptq.distributed.plan import Facts, Plan, decide_plan, free_bytes
 from hf_ptq.errors import UserError
 
+GB = 10**9
 DENSE = Facts(9000, 0, 900, 0, device="cpu", free_bytes=1 << 40, world_size=4)
 MOE = Facts(1000, 8000, 100, 800, device="cpu", free_bytes=1 << 40, world_size=4, num_experts=8)
 NO_EP, NO_FSDP = "its experts run by themselves", "it has no FSDP2 plan"
@@ -73,7 +74,7 @@ def test_a_plan_fits_to_the_byte() -> None:
     whole, cut = decided(MOE), decided(MOE, Wishes(dense="fsdp"))
     assert cut.expected_bytes < whole.expected_bytes
     assert decided(MOE, free_bytes=whole.expected_bytes) == dataclasses.replace(
-        whole, reasons=(*whole.reasons[:2], whole.reasons[2].replace("1024.00 GiB", "0.00 GiB"))
+        whole, reasons=(*whole.reasons[:2], whole.reasons[2].replace("1099.51 GB", "0.00 GB"))
     )
     for free in (whole.expected_bytes - 1, cut.expected_bytes):
         plan = decided(MOE, free_bytes=free)
@@ -94,27 +95,27 @@ def test_what_is_wished_for_is_not_exchanged_for_what_fits() -> None:
 
 
 def test_reasons_say_what_and_the_arithmetic() -> None:
-    big = {"dense_bytes": 3 * GIB, "expert_bytes": 16 * GIB, "dense_unit_bytes": GIB // 2, "expert_unit_bytes": 2 * GIB}
-    room = {**big, "free_bytes": 80 * GIB, "device": "cuda"}
+    big = {"dense_bytes": 3 * GB, "expert_bytes": 16 * GB, "dense_unit_bytes": GB // 2, "expert_unit_bytes": 2 * GB}
+    room = {**big, "free_bytes": 80 * GB, "device": "cuda"}
     assert decided(MOE, **room).reasons == (
         "8 experts over 4 ranks: 2 each",
         "the dense part replicated: no forward gathers it",
-        "dense weights 3.00 GiB + experts 4.00 GiB + one unit 1.00 GiB; 80.00 GiB free on cuda for each rank",
+        "dense weights 3.00 GB + experts 4.00 GB + one unit 1.00 GB; 80.00 GB free on cuda for each rank",
     )
     assert decided(MOE, Wishes(2, "fsdp"), **room).reasons == (
         "8 experts over 2 ranks: 4 each, in 2 expert-parallel groups",
         "the dense part sharded by FSDP2: asked for",
-        "weights 4.75 GiB + two units, gathered, 2.00 GiB; 80.00 GiB free on cuda for each rank",
+        "weights 4.75 GB + two units, gathered, 2.00 GB; 80.00 GB free on cuda for each rank",
     )
     assert decided(MOE, Wishes(use_fsdp2=True), **room).reasons == (
         "--use_fsdp2: every weight sharded over 4 ranks",
-        "weights 4.75 GiB + two units, gathered, 5.00 GiB; 80.00 GiB free on cuda for each rank",
+        "weights 4.75 GB + two units, gathered, 5.00 GB; 80.00 GB free on cuda for each rank",
     )
     assert decided(MOE, Wishes(ep_degree=1), **room).reasons == (
         "--ep_degree 1: every rank holds all experts",
-        "weights 19.00 GiB + one unit 2.50 GiB; 80.00 GiB free on cuda for each rank",
+        "weights 19.00 GB + one unit 2.50 GB; 80.00 GB free on cuda for each rank",
     )
-    assert decided(MOE, **room, world_size=1).reasons[1].endswith("one unit 2.50 GiB; 80.00 GiB free on cuda")
+    assert decided(MOE, **room, world_size=1).reasons[1].endswith("one unit 2.50 GB; 80.00 GB free on cuda")
     assert decided(DENSE).reasons[0] == "a dense model: every rank holds it"
 
 
@@ -135,7 +136,7 @@ def test_a_model_that_refuses_fsdp2_has_no_sharded_plan() -> None:
     needed = decided(MOE).expected_bytes
     assert decided(MOE, fsdp_problem=NO_FSDP, free_bytes=needed).dense == "replicated"
     ((what, cure),) = refused(MOE, fsdp_problem=NO_FSDP, free_bytes=needed - 1)
-    assert what.startswith("the model does not fit: expert-parallel: dense weights 0.00 GiB")
+    assert what.startswith("the model does not fit: expert-parallel: dense weights 0.00 GB")
     assert cure == "use more ranks; use a device with more memory"
     ((_, cure),) = refused(DENSE, fsdp_problem=NO_FSDP, free_bytes=1)
     assert "--use_fsdp2" not in cure
@@ -188,28 +189,28 @@ def test_wishes_that_cannot_be_had(facts: Facts, wishes: Wishes, changed: dict, 
 
 def test_where_nothing_fits_every_plan_tells_its_arithmetic() -> None:
     sizes = {
-        "dense_bytes": 3 * GIB,
-        "expert_bytes": 16 * GIB,
-        "dense_unit_bytes": GIB // 2,
-        "expert_unit_bytes": 2 * GIB,
+        "dense_bytes": 3 * GB,
+        "expert_bytes": 16 * GB,
+        "dense_unit_bytes": GB // 2,
+        "expert_unit_bytes": 2 * GB,
     }
-    moe = {**sizes, "free_bytes": GIB, "device": "cuda"}
-    free = "1.00 GiB free on cuda"
+    moe = {**sizes, "free_bytes": GB, "device": "cuda"}
+    free = "1.00 GB free on cuda"
     more = "use more ranks; use a device with more memory, or --device cpu"
     assert refused(MOE, **moe) == [
-        ("the model does not fit: expert-parallel: dense weights 3.00 GiB + experts 4.00 GiB + one unit 1.00 GiB; "
+        ("the model does not fit: expert-parallel: dense weights 3.00 GB + experts 4.00 GB + one unit 1.00 GB; "
          f"{free} for each rank", ""),
-        ("the model does not fit: expert-parallel: weights 4.75 GiB + two units, gathered, 1.00 GiB; "
+        ("the model does not fit: expert-parallel: weights 4.75 GB + two units, gathered, 1.00 GB; "
          f"{free} for each rank", more),
     ]  # fmt: skip
     ((_, cure),) = refused(MOE, Wishes(dense="replicated"), **moe)
     assert cure == f"--dense fsdp shards the rest; {more}"
     ((what, cure),) = refused(MOE, Wishes(ep_degree=1), **moe)
-    replicated = f"weights 19.00 GiB + one unit 2.50 GiB; {free}"
+    replicated = f"weights 19.00 GB + one unit 2.50 GB; {free}"
     assert what == f"the model does not fit: replicated: {replicated} for each rank"
     assert cure == f"--use_fsdp2 shards it over the ranks; {more}"
     ((what, cure),) = refused(MOE, Wishes(use_fsdp2=True), **moe)
-    assert what.startswith("the model does not fit: fsdp2: weights 4.75 GiB + two units, gathered, 5.00 GiB")
+    assert what.startswith("the model does not fit: fsdp2: weights 4.75 GB + two units, gathered, 5.00 GB")
     assert cure == more
     ((what, cure),) = refused(MOE, **moe, world_size=1)
     assert what == f"the model does not fit: single: {replicated}"

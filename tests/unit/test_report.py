@@ -13,7 +13,7 @@ from rich.console import Console
 
 import hf_ptq.report as report_module
 from hf_ptq.memory import MemoryMonitor
-from hf_ptq.report import REPORT_FILE, Report, human_bytes, plain
+from hf_ptq.report import REPORT_FILE, Report, plain
 
 
 def make(verbose=True, terminal=False, width=120):
@@ -136,6 +136,19 @@ def test_a_stage_that_raises_is_recorded_as_failed():
     assert "inner failed" in shown()
 
 
+def test_the_stages_of_several_ranks_are_said_to_be_those_of_the_first():
+    report, shown = make()
+    with report.stage("load"):
+        pass
+    report.print_summary()
+    assert "\nstages " in shown()
+    report.record("ranks", [{"rank": 0, "host peak bytes": 5_000_000}, {"rank": 1, "host peak bytes": 7_000_000}])
+    report.print_summary()
+    ranks, stages = shown().rpartition("\nranks ")[2].split("\nstages of rank 0 ")
+    assert "7 MB" in ranks
+    assert "load" in stages
+
+
 def test_what_is_not_watched_is_said_and_written(tmp_path):
     report, shown = make()
     with MemoryMonitor(status_file=tmp_path / "nosuch") as monitor:
@@ -152,6 +165,20 @@ def test_progress_without_a_terminal_leaves_one_line_with_a_rate(monkeypatch):
         advance(100_000_000)
         advance(300_000_000)
     assert shown() == "   load: 400 MB in 4.0 s (100 MB/s)\n"
+
+
+@pytest.mark.parametrize(
+    ("count", "rate"),
+    [(2, "0.5 tokens/s"), (1333, "333.2 tokens/s"), (8000, "2,000 tokens/s"), (3 * 10**8, "75,000,000 tokens/s")],
+)
+def test_rates_are_told_in_digits(monkeypatch, count, rate):
+    now = [0.0]
+    monkeypatch.setattr(report_module.time, "perf_counter", lambda: now[0])
+    report, shown = make()
+    with report.progress("calibrate", count, "tokens") as advance:
+        now[0] = 4.0
+        advance(count)
+    assert shown() == f"   calibrate: {count:,} tokens in 4.0 s ({rate})\n"
 
 
 def test_a_long_progress_without_a_terminal_speaks_once_a_minute(monkeypatch):
@@ -197,10 +224,3 @@ def test_the_summary_shows_sections_by_their_shape():
     assert "set12" not in text
     header = next(line for line in text.splitlines() if "before" in line)
     assert "after" in header, "previews stand side by side"
-
-
-@pytest.mark.parametrize(
-    ("count", "text"), [(0, "0 B"), (999, "999 B"), (999_999, "1 MB"), (1_234_567_890, "1.23 GB"), (5e15, "5 PB")]
-)
-def test_sizes(count, text):
-    assert human_bytes(count) == text

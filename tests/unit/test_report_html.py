@@ -83,6 +83,18 @@ def test_the_page_tells_everything():
     assert "not installed" not in text
 
 
+def test_of_several_ranks_each_has_a_line():
+    rank = {"node": "0, host", "rows": 3, "read bytes": 5_000_000, "gpu peak bytes": None}
+    ranks = [{"rank": 0, **rank}, {"rank": 1, **rank, "read bytes": 7_000_000}]
+    text = Page(render(a_report(ranks=ranks), [])).text
+    assert "Stages of rank 0" in text
+    for told in ("Ranks", "5 MB", "7 MB", "0, host", "gpu peak"):
+        assert told in text, told
+    one = Page(render(a_report(), [])).text
+    assert "of rank 0" not in one
+    assert "Ranks" not in one
+
+
 def test_the_page_needs_nothing_from_elsewhere():
     page = Page(render(a_report(experts=experts(2, 4)), [error("model.layers.0.q_proj")]))
     assert not {tag for tag, _ in page.elements} & {"script", "link", "img", "iframe", "object", "base"}
@@ -107,12 +119,13 @@ def test_everything_is_escaped():
         "warnings": [evil],
         "memory_not_watched": [evil],
         "stages": [{"name": evil, "seconds": 1.0}],
+        "ranks": [{"rank": 0, "node": evil}],
     }
     text = render(report, [error(f"{evil}.3.{evil}", 20, evil), error(evil, 20, evil)])
     page = Page(text)
     assert not page.of("script")
     assert not [attributes for attributes in page.of("b") if attributes]
-    assert page.text.count(evil) >= 15
+    assert page.text.count(evil) >= 16
     assert "<script" not in text
 
 

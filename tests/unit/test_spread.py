@@ -162,19 +162,17 @@ def test_the_disk_has_as_much_room_as_its_file_system(tmp_path: Path) -> None:
 
 # --- the plan ----------------------------------------------------------------------------------
 
-GIB = 2**30
-
 
 def facts(free: int, spread: Spread | None, device: str = "cuda:0") -> Facts:
-    """Of a model of 10 GiB whose largest unit has 2."""
-    return Facts(8 * GIB, 2 * GIB, GIB, GIB, device, free * GIB, num_experts=8, spread=spread)
+    """Of a model of 10 GB whose largest unit has 2."""
+    return Facts(8 * GB, 2 * GB, GB, GB, device, free * GB, num_experts=8, spread=spread)
 
 
 def spread_of(sizes: dict[str, int], rooms: dict[str, int], **options) -> Spread:
-    def in_gib(numbers: dict[str, int]) -> dict[str, int]:
-        return {device: number * GIB for device, number in numbers.items()}
+    def in_gb(numbers: dict[str, int]) -> dict[str, int]:
+        return {device: number * GB for device, number in numbers.items()}
 
-    return Spread({"": "cuda:0"}, in_gib(sizes), in_gib(rooms), **options)
+    return Spread({"": "cuda:0"}, in_gb(sizes), in_gb(rooms), **options)
 
 
 TWO_GPUS = spread_of({"cuda:0": 5, "cuda:1": 5}, {"cuda:0": 8, "cuda:1": 8})
@@ -183,10 +181,10 @@ TWO_GPUS = spread_of({"cuda:0": 5, "cuda:1": 5}, {"cuda:0": 8, "cuda:1": 8})
 def test_whole_before_spread() -> None:
     assert decide_plan(facts(12, TWO_GPUS)).kind == "single"
     plan = decide_plan(facts(11, TWO_GPUS))
-    assert (plan.kind, plan.expected_bytes, plan.fetched_bytes, plan.offload_folder) == ("device map", 5 * GIB, 0, None)
+    assert (plan.kind, plan.expected_bytes, plan.fetched_bytes, plan.offload_folder) == ("device map", 5 * GB, 0, None)
     assert plan.reasons == (
         "the model does not fit on one device",
-        "weights on cuda:0 5.00 GiB of 8.00 GiB, cuda:1 5.00 GiB of 8.00 GiB",
+        "weights on cuda:0 5.00 GB of 8.00 GB, cuda:1 5.00 GB of 8.00 GB",
     )
     assert plan.device_map == {"": "cuda:0"}
     assert not plan.shards_model
@@ -203,26 +201,25 @@ def test_what_is_brought_to_the_device_is_reckoned() -> None:
     folder = Path("folder")
     rooms = {"cuda:0": 8, "cpu": 3, "disk": 100}
     plan = decide_plan(facts(9, spread_of({"cuda:0": 5, "cpu": 2, "disk": 3}, rooms, offload_folder=folder)))
-    assert (plan.expected_bytes, plan.fetched_bytes, plan.offload_folder) == (7 * GIB, 2 * GIB, folder)
+    assert (plan.expected_bytes, plan.fetched_bytes, plan.offload_folder) == (7 * GB, 2 * GB, folder)
     assert plan.reasons[-1].endswith(
-        "cpu 2.00 GiB of 3.00 GiB, disk 3.00 GiB of 100.00 GiB; one unit 2.00 GiB at a time is brought to cuda:0 to "
-        "compute"
+        "cpu 2.00 GB of 3.00 GB, disk 3.00 GB of 100.00 GB; one unit 2.00 GB at a time is brought to cuda:0 to compute"
     )
     on_cpu = spread_of({"cpu": 10}, {"cpu": 20, "disk": 9}, asked=("--offload_folder",), offload_folder=folder)
     plan = decide_plan(facts(9, on_cpu, "cpu"))
-    assert (plan.expected_bytes, plan.fetched_bytes, plan.offload_folder) == (10 * GIB, 0, None)
+    assert (plan.expected_bytes, plan.fetched_bytes, plan.offload_folder) == (10 * GB, 0, None)
     assert "disk" not in plan.reasons[-1]
 
 
 @pytest.mark.parametrize(
     ("device", "sizes", "rooms", "says"),
     [
-        ("cuda:0", {"cuda:0": 5, "disk": 5}, {"cuda:0": 8}, ["5.00 GiB have no place", "--max_cpu_memory_gb N keeps"]),
+        ("cuda:0", {"cuda:0": 5, "disk": 5}, {"cuda:0": 8}, ["5.00 GB have no place", "--max_cpu_memory_gb N keeps"]),
         ("cuda:0", {"cuda:0": 5, "disk": 5}, {"cuda:0": 8, "cpu": 3}, ["no place", "--offload_folder DIRECTORY"]),
         ("cpu", {"cpu": 5, "disk": 5}, {"cpu": 6}, ["no place", "--offload_folder DIRECTORY"]),
-        ("cuda:0", {"disk": 9}, {"cuda:0": 4, "disk": 8}, ["would hold 9.00 GiB", "has 8.00 GiB free"]),
-        ("cuda:0", {"cpu": 10}, {"cuda:0": 1, "cpu": 20}, ["take 1.00 GiB of cuda:0", "unit alone needs 2.00 GiB"]),
-        ("cpu", {"disk": 10}, {"cpu": 1, "disk": 20}, ["may take 1.00 GiB of cpu", "a device with more memory"]),
+        ("cuda:0", {"disk": 9}, {"cuda:0": 4, "disk": 8}, ["would hold 9.00 GB", "has 8.00 GB free"]),
+        ("cuda:0", {"cpu": 10}, {"cuda:0": 1, "cpu": 20}, ["take 1.00 GB of cuda:0", "unit alone needs 2.00 GB"]),
+        ("cpu", {"disk": 10}, {"cpu": 1, "disk": 20}, ["may take 1.00 GB of cpu", "a device with more memory"]),
     ],
 )
 @pytest.mark.parametrize("asked", [(), ("--max_cpu_memory_gb", "--offload_folder")])
@@ -234,7 +231,7 @@ def test_refusals_name_their_cure(
     text = str(raised.value)
     assert all(part in text for part in says), text
     assert ("a larger --max_cpu_memory_gb" in text) == (bool(asked) and "would hold" not in text)
-    assert ("single: weights 10.00 GiB + one unit 2.00 GiB; 9.00 GiB free" in text) == (not asked)
+    assert ("single: weights 10.00 GB + one unit 2.00 GB; 9.00 GB free" in text) == (not asked)
 
 
 # --- the options -------------------------------------------------------------------------------

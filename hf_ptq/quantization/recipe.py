@@ -8,7 +8,7 @@ A recipe is a YAML file:
       - {import: default_disabled}           # the rules of another file or preset, at this place
       - {pattern: "*.layers.0.*", enable: false}
     algorithm: max                           # or mse, {method: mse, fp8_scale_sweep: true}: see algorithm.py
-    kv_cache: fp8_cast                       # optional; --kv_cache_qformat wins
+    kv_cache: fp8_cast                       # optional, for rules without k and v; --kv_cache_qformat wins
 
 `pattern` is a case-sensitive glob (or a list of globs) on the names of modules, in the checkpoint's naming or in the
 model's own; layers can be counted from the end (`*.layers.-1.*` is the last). `parent_class` narrows a rule to modules
@@ -28,17 +28,17 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from hf_ptq.errors import Problem, UserError
+from hf_ptq.errors import Problem, UserError, refuse_if_any
 from hf_ptq.quantization.algorithm import AlgorithmSpec, Max, read_algorithm
 from hf_ptq.quantization.modelopt_recipe import is_modelopt, read_modelopt
-from hf_ptq.quantization.rules import OF_QUANTIZERS, AnyRule, Rule, quantizer_rule
+from hf_ptq.quantization.rules import OF_QUANTIZERS, AnyRule, Rule, quantizer_rule, says_otherwise
 from hf_ptq.quantization.yaml_files import read_documents, validated
 
 RECIPES_DIR = Path(__file__).resolve().parent.parent / "recipes"
@@ -74,7 +74,7 @@ class Recipe:
     """A validated recipe with its imports in place.
 
     `says_all`: where no rule speaks of keys and values they stay as they are, as in ModelOpt's files; else the default
-    preset for them is added.
+    preset for them is added. `notes`: what gave way to an option, for the report.
     """
 
     name: str
@@ -84,6 +84,7 @@ class Recipe:
     kv_cache: str | None = None
     origin: str = ""  # the file, for messages
     says_all: bool = False
+    notes: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, from which `load_recipe` makes the same recipe."""
@@ -97,11 +98,47 @@ class Recipe:
         return self.kv_cache is None and (self.says_all or any("k" in rule.speaks_of for rule in self.rules))
 
     def with_kv(self, asked_for: str | None) -> Recipe:
-        """The recipe with the KV preset asked for; else with its `kv_cache` or its own rules; else with `fp8_cast`."""
+        """The recipe with the KV preset asked for; else with its `kv_cache` or its own rules; else with `fp8_cast`.
+
+        Raises UserError where rules of a user's own that give keys and values a format would be dropped. A recipe that
+        ships gives way, and so do rules that only turn off, and a file's `kv_cache`, with a note.
+        """
         if asked_for is None and self.decides_kv:
             return self
+        refuse_if_any(self._contradictions(asked_for))
+        wanted = asked_for if asked_for is not None else self.kv_cache or DEFAULT_KV
         own = tuple(kept for rule in self.rules if (kept := rule.without_cache()) is not None)
-        return dataclasses.replace(self, rules=own + load_kv(asked_for or self.kv_cache or DEFAULT_KV))
+        return dataclasses.replace(
+            self,
+            rules=own + load_kv(wanted),
+            kv_cache=None if self.kv_cache is None else wanted,
+            notes=(*self.notes, *self._gives_way(asked_for)),
+        )
+
+    @property
+    def _is_shipped(self) -> bool:
+        return RECIPES_DIR in Path(self.origin).parents
+
+    def _contradictions(self, asked_for: str | None) -> Iterator[Problem]:
+        file, parts = self.origin or self.name, "these entries" if self.says_all else "k and v of these rules"
+        said = says_otherwise(self.rules, load_kv(asked_for)) if asked_for is not None else ""
+        if said and not self._is_shipped:
+            what = f"--kv_cache_qformat {asked_for} contradicts {file}, whose rules say: {said}"
+            yield Problem(what, f"leave --kv_cache_qformat out, or take {parts} out of the file")
+        said = says_otherwise(self.rules, load_kv(self.kv_cache)) if self.kv_cache is not None else ""
+        if said:
+            what = f"{file}: kv_cache: {self.kv_cache} contradicts the rules, which say: {said}"
+            yield Problem(what, f"take kv_cache out, or {parts}")
+
+    def _gives_way(self, asked_for: str | None) -> Iterator[str]:
+        if asked_for is None:
+            return
+        option = f"gave way to --kv_cache_qformat {asked_for}"
+        said = says_otherwise(self.rules, load_kv(asked_for), or_off=True)
+        if said:
+            yield f"recipe {self.name}: its rules for keys and values {option}: {said}"
+        if self.kv_cache not in (None, asked_for):
+            yield f"recipe {self.name}: its kv_cache: {self.kv_cache} {option}"
 
 
 def load_recipe(recipe: str | Mapping[str, Any], is_plain: bool = False) -> Recipe:

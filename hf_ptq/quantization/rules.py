@@ -32,6 +32,7 @@ LINEAR: tuple[Tensor, ...] = ("weight", "input", "output")
 CACHE: tuple[Tensor, ...] = ("k", "v")
 ATTENTION: tuple[Tensor, ...] = ("q", *CACHE, "p")
 ROLE_OF: dict[str, Role] = {"weight": "weight", "input": "input", "k": "kv", "v": "kv"}
+OFF = "off"  # said of a tensor that stays as it is
 SUFFIXES: dict[Tensor, str] = {
     **{tensor: f"{tensor}_quantizer" for tensor in LINEAR},
     **{tensor: f"{tensor}_bmm_quantizer" for tensor in ATTENTION},
@@ -215,6 +216,18 @@ class Rule(BaseModel):
             return []
         return [f"no module that {self.pattern[0]!r} matches is of the class {' or '.join(self.parent_class)}"]
 
+    @property
+    def of_attention(self) -> dict[str, str]:
+        """What the rule gives keys and values, and what latent attention is calibrated on if not on the latent."""
+        if self.k is None or self.v is None:
+            return {}
+        return {"k": self.k, "v": self.v} | ({} if self.mla == "latent" else {"mla": self.mla})
+
+    @property
+    def attention_patterns(self) -> tuple[str, ...]:
+        """The patterns that name modules of attention."""
+        return self.pattern if self.k is not None else ()
+
     def without_cache(self) -> Rule | None:
         """The rule as far as it is about linears."""
         if self.k is None:
@@ -268,6 +281,18 @@ class QuantizerRule:
             return []
         return [*_no_module(_fitting_nothing(self.pattern, known.quantizers)), *_no_class(self.parent_class, known)]
 
+    @property
+    def of_attention(self) -> dict[str, str]:
+        """What the entry says of tensors of attention, where its patterns name them and can fit no linear's."""
+        named = {t for t in self.speaks_of.intersection(ATTENTION) if _may_fit(self.attention_patterns, (t,))}
+        words = {t: self.formats.get(t) or self.reasons.get(t) or "on" for t in ATTENTION if t in named}
+        return words if self.enable else dict.fromkeys(words, OFF)
+
+    @property
+    def attention_patterns(self) -> tuple[str, ...]:
+        """The patterns that name tensors of attention."""
+        return tuple(p for p in self.pattern if _may_fit((p,), ATTENTION) and not _may_fit((p,), LINEAR))
+
     def without_cache(self) -> QuantizerRule | None:
         """The entry as far as it is about linears."""
         return QuantizerRule(**{**vars(self), "speaks_of": self.speaks_of.difference(ATTENTION)})
@@ -311,6 +336,21 @@ def settle(rules: Sequence[AnyRule], tensor: Tensor, place: Place) -> Decision:
     return Decision(None, last.rule if last else None)
 
 
+def says_otherwise(rules: Iterable[AnyRule], cache: Iterable[AnyRule], or_off: bool = False) -> str:
+    """Those of the rules that give keys and values, by name, what the rules `cache` do not give them, in words.
+
+    `or_off`: also those that turn off what `cache` quantizes.
+    """
+    meant = {tensor: word for rule in cache for tensor, word in rule.of_attention.items()}
+    told = []
+    for rule in rules:
+        said = rule.of_attention
+        if any(meant.get(tensor, OFF) != word and (or_off or word != OFF) for tensor, word in said.items()):
+            words = ", ".join(f"{tensor} {word}" for tensor, word in said.items())
+            told.append(f"{rule.attention_patterns[0]!r}: {words}")
+    return "; ".join(told)
+
+
 def numbered(rules: Sequence[AnyRule]) -> list[AnyRule]:
     """The rules that can tell one expert of a layer from another: those with a part of a pattern that a number fits.
 
@@ -329,6 +369,12 @@ def matching(patterns: tuple[str, ...], names: Iterable[str]) -> str | None:
     if not any(compiled.match(name) for name in names):  # one pass over a name for all patterns
         return None
     return next(p for p in patterns if any(fnmatchcase(name, p) for name in names))
+
+
+def _may_fit(patterns: Iterable[str], tensors: Iterable[Tensor]) -> bool:
+    """True where a glob fits the quantizer of such a tensor in some module: an end of the glob fits its name."""
+    suffixes = [SUFFIXES[tensor] for tensor in tensors]
+    return any(fnmatchcase(s, p[start:]) for p in patterns for start in range(len(p)) for s in suffixes)
 
 
 def _fitting_nothing(patterns: tuple[str, ...], names: tuple[str, ...]) -> list[str]:

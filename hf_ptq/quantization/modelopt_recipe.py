@@ -25,9 +25,10 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from hf_ptq.errors import Problem
 from hf_ptq.quantization.algorithm import AlgorithmSpec, Max, read_algorithm
+from hf_ptq.quantization.contradictions import says_otherwise
 from hf_ptq.quantization.modelopt_imports import load_resolved
 from hf_ptq.quantization.numerics import Attributes, meaning
-from hf_ptq.quantization.rules import ATTENTION, QuantizerRule, says_otherwise
+from hf_ptq.quantization.rules import ATTENTION, QuantizerRule
 from hf_ptq.quantization.yaml_files import validated
 
 SECTIONS = ("metadata", "quantize")

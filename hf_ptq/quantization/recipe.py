@@ -37,8 +37,9 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from hf_ptq.errors import Problem, UserError, refuse_if_any
 from hf_ptq.quantization.algorithm import AlgorithmSpec, Max, read_algorithm
+from hf_ptq.quantization.contradictions import says_otherwise
 from hf_ptq.quantization.modelopt_recipe import is_modelopt, read_modelopt
-from hf_ptq.quantization.rules import OF_QUANTIZERS, AnyRule, Rule, quantizer_rule, says_otherwise
+from hf_ptq.quantization.rules import OF_QUANTIZERS, AnyRule, Rule, quantizer_rule
 from hf_ptq.quantization.yaml_files import read_documents, validated
 
 RECIPES_DIR = Path(__file__).resolve().parent.parent / "recipes"

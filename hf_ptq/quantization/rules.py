@@ -217,6 +217,11 @@ class Rule(BaseModel):
         return [f"no module that {self.pattern[0]!r} matches is of the class {' or '.join(self.parent_class)}"]
 
     @property
+    def gives_weights(self) -> bool:
+        """True where the rule gives a format to weights."""
+        return self.weight is not None
+
+    @property
     def of_attention(self) -> dict[str, str]:
         """What the rule gives keys and values, and what latent attention is calibrated on if not on the latent."""
         if self.k is None or self.v is None:
@@ -282,6 +287,12 @@ class QuantizerRule:
         return [*_no_module(_fitting_nothing(self.pattern, known.quantizers)), *_no_class(self.parent_class, known)]
 
     @property
+    def gives_weights(self) -> bool:
+        """True where the entry gives a format to weights, or one that there is not."""
+        said = self.enable and ("weight" in self.formats or "weight" in self.reasons)
+        return said and "weight" in self.speaks_of and _may_fit(self.pattern, ("weight",))
+
+    @property
     def of_attention(self) -> dict[str, str]:
         """What the entry says of tensors of attention, where its patterns name them and can fit no linear's."""
         named = {t for t in self.speaks_of.intersection(ATTENTION) if _may_fit(self.attention_patterns, (t,))}
@@ -334,21 +345,6 @@ def settle(rules: Sequence[AnyRule], tensor: Tensor, place: Place) -> Decision:
         if said.format is not None or said.reason is not None:
             return Decision(said.format, last.rule, said.reason, said.mla)
     return Decision(None, last.rule if last else None)
-
-
-def says_otherwise(rules: Iterable[AnyRule], cache: Iterable[AnyRule], or_off: bool = False) -> str:
-    """Those of the rules that give keys and values, by name, what the rules `cache` do not give them, in words.
-
-    `or_off`: also those that turn off what `cache` quantizes.
-    """
-    meant = {tensor: word for rule in cache for tensor, word in rule.of_attention.items()}
-    told = []
-    for rule in rules:
-        said = rule.of_attention
-        if any(meant.get(tensor, OFF) != word and (or_off or word != OFF) for tensor, word in said.items()):
-            words = ", ".join(f"{tensor} {word}" for tensor, word in said.items())
-            told.append(f"{rule.attention_patterns[0]!r}: {words}")
-    return "; ".join(told)
 
 
 def numbered(rules: Sequence[AnyRule]) -> list[AnyRule]:

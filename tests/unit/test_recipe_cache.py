@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from hf_ptq.config import RunConfig
+from hf_ptq.config import EXPORT_FORMATS, RunConfig
 from hf_ptq.errors import UserError
 from hf_ptq.planning import read_recipe
 from hf_ptq.preflight import preflight
@@ -172,3 +172,43 @@ def test_the_request_is_refused_before_the_run(write: Callable, tmp_path: Path) 
     with pytest.raises(UserError) as caught:
         preflight(wrong)
     assert [problem.what for problem in caught.value.problems] == ["--kv_cache_qformat 'fp9' is not known"]
+
+
+# ---- keys and values alone
+
+
+@pytest.mark.parametrize("layout", EXPORT_FORMATS)
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ('rules:\n  - {pattern: "*", k: fp8, v: fp8}\n', "'*': k fp8, v fp8"),
+        (MODELOPTS.replace("num_bits: e4m3}", "num_bits: e4m3}, enable: false") + FP8_BMM, "'*[kv]_bmm_quantizer': k"),
+    ],
+)
+def test_a_cache_alone_is_refused(
+    text: str, rule: str, layout: str, write: Callable, tiny: Callable, quantize: Callable
+) -> None:
+    with pytest.raises(UserError) as caught:
+        quantize(tiny("llama"), recipe=write(text), export_fmt=layout, dry_run=True)
+    (problem,) = caught.value.problems
+    assert problem.what.startswith(f"recipe mine gives no weight a format, only keys and values: {rule}")
+    assert problem.cure == (
+        "servers know a checkpoint by the format of its weights: give some weights one, or serve the model as it is "
+        "with an FP8 cache (vllm serve MODEL --kv-cache-dtype fp8), which needs no export"
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'rules:\n  - {pattern: "*expertz*", weight: fp8}\n  - {pattern: "*", k: fp8, v: fp8}\n',
+        f'rules:\n{LINEARS}  - {{pattern: "*", enable: false}}\nkv_cache: nvfp4_cast\n',
+        MODELOPTS.replace("*weight", "*expertz*weight") + FP8_BMM,
+        MODELOPTS + FP8_BMM + '    - {quantizer_name: "*weight_quantizer", enable: false}\n',
+    ],
+)
+def test_rules_for_weights_that_come_to_nothing_are_told_as_such(
+    text: str, write: Callable, tiny: Callable, quantize: Callable
+) -> None:
+    with pytest.raises(UserError, match="recipe mine quantizes nothing in LlamaForCausalLM"):
+        quantize(tiny("llama"), recipe=write(text), dry_run=True)

@@ -212,3 +212,100 @@ def test_rules_for_weights_that_come_to_nothing_are_told_as_such(
 ) -> None:
     with pytest.raises(UserError, match="recipe mine quantizes nothing in LlamaForCausalLM"):
         quantize(tiny("llama"), recipe=write(text), dry_run=True)
+
+
+# ---- rules that turn modules off
+
+
+KV = '  - {pattern: "*", k: fp8_cast, v: fp8_cast}\n'
+
+
+@pytest.fixture
+def cache_of(write: Callable, tiny: Callable, quantize: Callable) -> Callable[..., tuple[dict | None, list[str]]]:
+    """What the report says of the cache of a model of three layers, and the warnings about attention."""
+
+    def get(text: str, **options: object) -> tuple[dict | None, list[str]]:
+        report = Report(Console(quiet=True), verbose=False)
+        quantize(tiny("llama"), recipe=write(text), dry_run=True, report=report, **options)
+        return report.as_dict()["kv_cache"], [line for line in report.warnings if "attention" in line]
+
+    return get
+
+
+@pytest.mark.parametrize(
+    ("off", "named"),
+    [
+        ('"*self_attn*"', "'*self_attn*'"),
+        ('["*.layers.0.self_*", "*.layers.[12].self_*"]', "'*.layers.0.self_*' and '*.layers.[12].self_*'"),
+    ],
+)
+def test_a_last_rule_that_turns_attention_off_turns_the_cache_off(off: str, named: str, cache_of: Callable) -> None:
+    off_rule = f"  - {{pattern: {off}, enable: false}}\n"
+    kv, warnings = cache_of(f"rules:\n{LINEARS}{KV}{off_rule}")
+    assert kv is None
+    assert (
+        f"all attention modules are turned off after the rules for k and v, by {named}: keys and values stay as they "
+        "are; put the rule for k and v last to quantize them"
+    ) in warnings
+    kv, _ = cache_of(f"rules:\n{LINEARS}{off_rule}{KV}")
+    assert kv is not None
+    kv, _ = cache_of(f"rules:\n{LINEARS}{off_rule}kv_cache: fp8\n")
+    assert kv is not None, "what a file's kv_cache gives comes last"
+    kv, _ = cache_of(f"rules:\n{LINEARS}{KV}{off_rule}", kv_cache_qformat="fp8_cast")
+    assert kv is not None, "and so does the option's"
+
+
+def test_a_rule_that_turns_some_layers_off_leaves_their_cache(cache_of: Callable) -> None:
+    kv, warnings = cache_of(f'rules:\n{LINEARS}{KV}  - {{pattern: "*.layers.-1.*", enable: false}}\n')
+    assert kv is not None
+    assert kv["layers"] == 3
+    assert warnings == [
+        "1 of 3 attention modules (model.layers.2.self_attn) are turned off after the rules for k and v, by "
+        "'*.layers.-1.*': servers have one format for all layers, so the cache is quantized there too; the rule for k "
+        "and v may be last"
+    ]
+
+
+def test_the_pattern_of_keys_counts_layers_from_the_end_too(cache_of: Callable) -> None:
+    kv, warnings = cache_of(f'rules:\n{LINEARS}  - {{pattern: ["*.-1.*", "*.-2.*", "*.0.*"], k: fp8, v: fp8}}\n')
+    assert kv is not None
+    assert warnings == []
+
+
+def test_linears_of_attention_are_turned_off_by_themselves(cache_of: Callable) -> None:
+    for rule in ('{pattern: "*.self_attn.*", enable: false}', "{import: default_disabled}"):
+        kv, warnings = cache_of(f"rules:\n{LINEARS}{KV}  - {rule}\n")
+        assert kv is not None
+        assert warnings == []
+
+
+def test_attention_that_is_turned_on_again_keeps_its_cache(cache_of: Callable) -> None:
+    kv, warnings = cache_of(f'rules:\n{LINEARS}{KV}  - {{pattern: "*self_attn*", enable: false}}\n{LINEARS}')
+    assert kv is not None
+    assert warnings == []
+
+
+def test_entries_of_modelopts_turn_the_cache_of_all_layers_off_or_are_refused(cache_of: Callable) -> None:
+    base = f"{MODELOPTS}{FP8_BMM}".replace("*weight_quantizer", "*_proj.[wi]*_quantizer")
+    kv, warnings = cache_of(f'{base}    - {{quantizer_name: "*[kv]_bmm_quantizer", enable: false}}\n')
+    assert (kv, warnings) == (None, [])
+    linears = [f'    - {{quantizer_name: "*self_attn*{of}_quantizer", enable: false}}\n' for of in ("weight", "input")]
+    kv, warnings = cache_of(base + "".join(linears))
+    assert kv is not None, "an entry is about the tensors that it names"
+    assert warnings == []
+    with pytest.raises(UserError) as caught:
+        cache_of(f'{base}    - {{quantizer_name: "*layers.1.*", enable: false}}\n')
+    (problem,) = caught.value.problems
+    assert problem.what == (
+        "servers have one format for the KV cache of all layers, the recipe gives 2 of them fp8 "
+        "(model.layers.0.self_attn ...) and 1 none (model.layers.1.self_attn, by *layers.1.*)"
+    )
+    assert problem.cure == "put the entry for keys and values (*[kv]_bmm_quantizer) last"
+    with pytest.raises(UserError) as caught:
+        cache_of(f'rules:\n{LINEARS}  - {{pattern: "*.0.self_attn", k: fp8, v: fp8}}\n')
+    (problem,) = caught.value.problems
+    assert problem.what == (
+        "servers have one format for the KV cache of all layers, the recipe gives 1 of them fp8 "
+        "(model.layers.0.self_attn) and 2 none (model.layers.1.self_attn ...)"
+    )
+    assert problem.cure == "give k and v rules a pattern that matches every attention module, such as '*'"

@@ -40,6 +40,15 @@ UNTOUCHED = (
     QuantizerRule(("*",), True, (), *_TENSOR, optional=True, speaks_of=frozenset({"input", *ATTENTION})),
 )
 
+# ModelOpt's own recipes that are presets here, by their path in its library: general/ptq/NAME-kv_CACHE.
+GENERAL, SHIPPED = "general/", "general/ptq/"
+PRESETS = {
+    "fp8_default": "fp8",
+    "nvfp4_default": "nvfp4",
+    **{name: name for name in ("nvfp4_experts_only", "nvfp4_mlp_only", "nvfp4_omlp_only")},
+    "nvfp4_weight_only": "w4a16_nvfp4",
+}
+CACHES = {"fp8": "fp8", "fp8_cast": "fp8_cast", "nvfp4_cast": "nvfp4_cast", "fp16": "none"}
 
 # Settings of an algorithm that change no range: ranks always agree, a forward that nothing needs is always left out.
 NO_EFFECT = ("distributed_sync", "skip_forward_without_activation_calib", "shared_states")
@@ -120,6 +129,13 @@ class ModelOptRecipe:
 def is_modelopt(data: Any) -> bool:
     """True for the content of a file of ModelOpt's."""
     return isinstance(data, dict) and bool({"quantize", "metadata", "quant_cfg", "imports"} & set(data))
+
+
+def preset_of(path: str) -> tuple[str, str] | None:
+    """(preset, KV preset) that a path in ModelOpt's library stands for; None where there is no such preset."""
+    name, _, cache = path.removeprefix(SHIPPED).removesuffix(".yaml").removesuffix(".yml").partition("-kv_")
+    known = path.startswith(SHIPPED) and name in PRESETS and cache in CACHES
+    return (PRESETS[name], CACHES[cache]) if known else None
 
 
 def read_modelopt(path: Path, problems: list[Problem]) -> ModelOptRecipe | None:

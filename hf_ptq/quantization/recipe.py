@@ -19,7 +19,8 @@ Multi-head latent attention caches the normalised latent and the rotary key, and
 them, as the peer does.
 
 A preset is such a file in `hf_ptq/recipes/presets`, a model recipe one in `recipes/models`; `--qformat` and `--recipe`
-take the name of either or the path of a file. KV presets are in `recipes/kv`, shared rules in `recipes/units`. Files of
+take the name of either or the path of a file, and the paths of those recipes in ModelOpt's library that are presets
+here (general/ptq/nvfp4_default-kv_fp8). KV presets are in `recipes/kv`, shared rules in `recipes/units`. Files of
 ModelOpt's are read as they are (modelopt_recipe.py). This module knows names and structure only; it imports no torch,
 so that a refusal costs nothing.
 """
@@ -38,7 +39,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from hf_ptq.errors import Problem, UserError, refuse_if_any
 from hf_ptq.quantization.algorithm import AlgorithmSpec, Max, read_algorithm
 from hf_ptq.quantization.contradictions import says_otherwise
-from hf_ptq.quantization.modelopt_recipe import is_modelopt, read_modelopt
+from hf_ptq.quantization.modelopt_recipe import CACHES, GENERAL, PRESETS, SHIPPED, is_modelopt, preset_of, read_modelopt
 from hf_ptq.quantization.rules import OF_QUANTIZERS, AnyRule, Rule, quantizer_rule
 from hf_ptq.quantization.yaml_files import read_documents, validated
 
@@ -143,8 +144,8 @@ class Recipe:
 
 
 def load_recipe(recipe: str | Mapping[str, Any], is_plain: bool = False) -> Recipe:
-    """The preset or model recipe of that name, the recipe at that path (a file, or a directory of ModelOpt's), or one
-    as a mapping.
+    """The preset or model recipe of that name, the recipe at that path (a file, or a directory of ModelOpt's; or in
+    ModelOpt's own library, where that recipe is a preset), or one as a mapping.
 
     `is_plain`: for a model that no server is to load; rules may then give formats to inputs alone, and formats that no
     server reads. Raises `UserError` for an unknown name (nearest names given), for one that is not built yet, and for
@@ -154,6 +155,10 @@ def load_recipe(recipe: str | Mapping[str, Any], is_plain: bool = False) -> Reci
         data = dict(recipe)
         return _load(Path(str(data.pop("name", "recipe"))), [data], is_plain)
     path = _find(recipe)
+    if path is None and (theirs := preset_of(recipe)) is not None:
+        preset, kv = theirs
+        name = Path(recipe).name.removesuffix(".yaml").removesuffix(".yml")
+        return dataclasses.replace(load_recipe(preset), name=name, kv_cache=kv)
     if path is None:
         raise UserError(_unknown(recipe))
     return _load(path, [] if path.is_dir() else read_documents(path)[0], is_plain)
@@ -215,6 +220,11 @@ def _unknown(name: str) -> Problem:
     if name in NOT_BUILT_YET:
         what = f"--qformat {name} is not built yet ({NOT_BUILT_YET[name]} is missing)"
         return Problem(what, f"use one of {', '.join(presets)}")
+    if name.startswith(GENERAL):
+        what = f"--recipe {name}: there is no such file, nor a preset that is this recipe of ModelOpt's"
+        known = f"{SHIPPED} with {', '.join(PRESETS)} and -kv_{', -kv_'.join(CACHES)}"
+        cure = "name a preset, as in --qformat nvfp4 with --kv_cache_qformat fp8 (--list shows all)"
+        return Problem(what, f"{cure}; known are {known}")
     if "/" in name or name.endswith((".yaml", ".yml")):
         what = f"--recipe {name}: there is no such file"
         return Problem(what, "give the path of a YAML recipe or the name of a preset")

@@ -76,7 +76,8 @@ class Recipe:
     """A validated recipe with its imports in place.
 
     `says_all`: where no rule speaks of keys and values they stay as they are, as in ModelOpt's files; else the default
-    preset for them is added. `notes`: what gave way to an option, for the report.
+    preset for them is added. `notes`: what of it is not carried out, for the
+    report: it gave way to an option, or stands in an imported file beside the rules.
     """
 
     name: str
@@ -260,8 +261,10 @@ def _load_ours(path: Path, documents: list[Any], problems: list[Problem], is_pla
     file = _read_file(path, documents, problems)
     if file is None:
         return None
-    rules = _expand(file.rules, (path.resolve(),), problems, is_plain)
-    return Recipe(path.stem, file.description, tuple(rules), file.algorithm, file.kv_cache, str(path))
+    notes: list[str] = []
+    rules = tuple(_expand(file, (path.resolve(),), problems, notes, is_plain))
+    notes = [] if problems else list(dict.fromkeys(notes))
+    return Recipe(path.stem, file.description, rules, file.algorithm, file.kv_cache, str(path), notes=tuple(notes))
 
 
 def _read_file(path: Path, documents: list[Any], problems: list[Problem]) -> _File | None:
@@ -272,12 +275,15 @@ def _read_file(path: Path, documents: list[Any], problems: list[Problem]) -> _Fi
 
 
 def _expand(
-    items: list[dict[str, Any]], chain: tuple[Path, ...], problems: list[Problem], is_plain: bool
+    file: _File, chain: tuple[Path, ...], problems: list[Problem], notes: list[str], is_plain: bool
 ) -> list[AnyRule]:
-    """The rules of a file, the last of `chain`, with imports replaced by the rules that they name."""
+    """The rules of a file, the last of `chain`, with imports replaced by the rules that they name.
+
+    `notes` gets what else the imported files say and this one does not.
+    """
     rules: list[AnyRule] = []
     path = chain[-1]
-    for i, item in enumerate(items):
+    for i, item in enumerate(file.rules):
         where = f"{path}: rules[{i}]"
         if set(item) == {OF_QUANTIZERS}:
             rules.append(quantizer_rule(item))
@@ -293,8 +299,21 @@ def _expand(
             problems.append(Problem(f"{where}: import {item['import']!r}: {reason}", cure))
             continue
         imported = _read_file(target, read_documents(target)[0], problems)
-        rules += _expand(imported.rules if imported else [], (*chain, target), problems, is_plain)
+        if imported is None:
+            continue
+        notes += _left_behind(file, imported, f"{where}: import {item['import']}")
+        rules += _expand(imported, (*chain, target), problems, notes, is_plain)
     return rules
+
+
+def _left_behind(file: _File, imported: _File, where: str) -> Iterator[str]:
+    """What an imported file says of keys and values, and of the algorithm, where the importing one says nothing."""
+    said = file.model_fields_set | ({"kv_cache"} if any("k" in item for item in file.rules) else set())
+    left = {} if imported.kv_cache is None or "kv_cache" in said else {"kv_cache": imported.kv_cache}
+    if imported.algorithm != Max() and "algorithm" not in said:
+        left["algorithm"] = imported.algorithm.method
+    for key, value in left.items():
+        yield f"{where} brings rules only: {key}: {value} of that file has to be said in the importing one to count"
 
 
 def _import_path(name: str, importer: Path) -> Path | None:

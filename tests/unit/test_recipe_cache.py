@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from torch import nn
 
 from hf_ptq.config import EXPORT_FORMATS, RunConfig
 from hf_ptq.errors import UserError
 from hf_ptq.planning import read_recipe
 from hf_ptq.preflight import preflight
-from hf_ptq.quantization.recipe import Rule, load_recipe
+from hf_ptq.quantization.plain import assign_plain
+from hf_ptq.quantization.recipe import Rule, list_models, list_presets, load_recipe
 from hf_ptq.report import Report
 
 LINEARS = '  - {pattern: "*", weight: fp8, input: fp8}\n'
@@ -309,3 +311,24 @@ def test_entries_of_modelopts_turn_the_cache_of_all_layers_off_or_are_refused(ca
         "(model.layers.0.self_attn) and 2 none (model.layers.1.self_attn ...)"
     )
     assert problem.cure == "give k and v rules a pattern that matches every attention module, such as '*'"
+
+
+# ---- imports
+
+
+def test_what_an_import_leaves_behind_is_told(write: Callable, tmp_path: Path) -> None:
+    """It brings rules only."""
+    (tmp_path / "inner.yaml").write_text(f"rules:\n{LINEARS}algorithm: mse\nkv_cache: none\n")
+    path = write("rules:\n  - {import: inner}\n  - {import: default_disabled}\n")
+    told = "of that file has to be said in the importing one to count"
+    where = f"{path}: rules[0]: import inner brings rules only"
+    assert load_recipe(path).notes == (f"{where}: kv_cache: none {told}", f"{where}: algorithm: mse {told}")
+    assert assign_plain(load_recipe(path), nn.Sequential(nn.Linear(16, 16)))[1][:2] == list(load_recipe(path).notes)
+    path = write("rules:\n  - {import: inner}\nalgorithm: mse\nkv_cache: none\n")
+    assert load_recipe(path).notes == (), "it is said"
+    path = write("rules:\n  - {import: inner}\nalgorithm: {method: mse, step_size: 0.2}\nkv_cache: fp8\n")
+    assert load_recipe(path).notes == (), "something else is said"
+    path = write(f"rules:\n  - {{import: inner}}\n{KV}algorithm: max\n")
+    assert load_recipe(path).notes == (), "and so it is by rules"
+    for name, _ in (*list_presets(), *list_models()):
+        assert load_recipe(name).notes == ()

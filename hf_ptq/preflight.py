@@ -40,7 +40,7 @@ def _problems(config: RunConfig) -> Iterator[Problem]:
     yield from launch_problems()
     yield from option_problems(config, launch)
     yield from config.problems()
-    yield from _refusals_of(lambda: load_recipe(config.recipe or config.qformat))
+    yield from _refusals_of(lambda: load_recipe(config.recipe or config.qformat).with_kv(config.kv_cache_qformat))
     if config.kv_cache_qformat is not None:
         kv_name = config.kv_cache_qformat
         yield from _refusals_of(lambda: load_kv(kv_name))

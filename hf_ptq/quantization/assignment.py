@@ -19,8 +19,10 @@ from hf_ptq.model.experts import takes_registry as experts_take_registry
 from hf_ptq.model.views import WeightView
 from hf_ptq.model.wrappers import named
 from hf_ptq.quantization.cache import QuantizedCache, decide_cache
+from hf_ptq.quantization.contradictions import says_otherwise
 from hf_ptq.quantization.formats.description import FORMATS, NumberFormat
 from hf_ptq.quantization.groups import fused_groups
+from hf_ptq.quantization.modelopt_recipe import UNTOUCHED
 from hf_ptq.quantization.modules import LINEAR as LINEAR_KIND
 from hf_ptq.quantization.modules import class_names, kind_of
 from hf_ptq.quantization.notices import UNFIT_CURE, gate_warnings, recipe_warnings, unfit_warnings
@@ -113,10 +115,9 @@ def assign(
     problems += _tied_problems(recipe, tied)
     problems += _opaque_experts(recipe, modules, quantized, {view.parameter for view in views})
     if not quantized and not problems:
-        what = f"recipe {recipe.name} quantizes nothing in {type(model).__name__}"
-        asked = _tied_warnings(recipe, tied, views, decisions)
+        name, asked = type(model).__name__, _tied_warnings(recipe, tied, views, decisions)
         cure = "; ".join([*asked, _reasons(left), f"the names are e.g. {_examples(views)}"])
-        problems.append(Problem(what, cure))
+        problems.append(_cache_alone(recipe) or Problem(f"recipe {recipe.name} quantizes nothing in {name}", cure))
     if problems:
         raise UserError(*list(dict.fromkeys(problems))[:MAX_PROBLEMS])
     cache, cache_warnings = decide_cache(recipe, model, views)
@@ -315,6 +316,19 @@ def _split_experts(quantized: Sequence[QuantizedWeight], views: Sequence[WeightV
         for stack, kinds in schemes.items()
         if len(set(kinds.values())) > 1
     ]
+
+
+def _cache_alone(recipe: Recipe) -> Problem | None:
+    """What is wrong with a recipe for keys and values alone; None for others. The rules before all entries aside."""
+    said = says_otherwise(recipe.rules, ())
+    if not said or any(rule.gives_weights for rule in recipe.rules if rule not in UNTOUCHED):
+        return None
+    what = f"recipe {recipe.name} gives no weight a format, only keys and values: {said}"
+    cure = (
+        "servers know a checkpoint by the format of its weights: give some weights one, or serve the model as it is "
+        "with an FP8 cache (vllm serve MODEL --kv-cache-dtype fp8), which needs no export"
+    )
+    return Problem(what, cure)
 
 
 def _opaque_experts(

@@ -8,8 +8,9 @@
         - {quantizer_name: "*weight_quantizer", cfg: {num_bits: e4m3, axis: null}}
 
 A file may also be the `quantize` part alone, or a directory with metadata.yml and quantize.yml. `kv_cache`, beside or
-in `quantize`, is a quant_cfg of its own that comes last, or the name of a KV preset. A quantizer that no entry speaks
-about is on and INT8, as ModelOpt makes it; its recipes therefore begin by turning everything off.
+in `quantize`, is a quant_cfg of its own that comes last, or the name of a KV preset; entries beside it that give keys
+and values, by name, something else are refused. A quantizer that no entry speaks about is on and INT8, as ModelOpt
+makes it; its recipes therefore begin by turning everything off.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from hf_ptq.errors import Problem
 from hf_ptq.quantization.algorithm import AlgorithmSpec, Max, read_algorithm
+from hf_ptq.quantization.contradictions import says_otherwise
 from hf_ptq.quantization.modelopt_imports import load_resolved
 from hf_ptq.quantization.numerics import Attributes, meaning
 from hf_ptq.quantization.rules import ATTENTION, QuantizerRule
@@ -38,6 +40,15 @@ UNTOUCHED = (
     QuantizerRule(("*",), True, (), *_TENSOR, optional=True, speaks_of=frozenset({"input", *ATTENTION})),
 )
 
+# ModelOpt's own recipes that are presets here, by their path in its library: general/ptq/NAME-kv_CACHE.
+GENERAL, SHIPPED = "general/", "general/ptq/"
+PRESETS = {
+    "fp8_default": "fp8",
+    "nvfp4_default": "nvfp4",
+    **{name: name for name in ("nvfp4_experts_only", "nvfp4_mlp_only", "nvfp4_omlp_only")},
+    "nvfp4_weight_only": "w4a16_nvfp4",
+}
+CACHES = {"fp8": "fp8", "fp8_cast": "fp8_cast", "nvfp4_cast": "nvfp4_cast", "fp16": "none"}
 
 # Settings of an algorithm that change no range: ranks always agree, a forward that nothing needs is always left out.
 NO_EFFECT = ("distributed_sync", "skip_forward_without_activation_calib", "shared_states")
@@ -120,6 +131,13 @@ def is_modelopt(data: Any) -> bool:
     return isinstance(data, dict) and bool({"quantize", "metadata", "quant_cfg", "imports"} & set(data))
 
 
+def preset_of(path: str) -> tuple[str, str] | None:
+    """(preset, KV preset) that a path in ModelOpt's library stands for; None where there is no such preset."""
+    name, _, cache = path.removeprefix(SHIPPED).removesuffix(".yaml").removesuffix(".yml").partition("-kv_")
+    known = path.startswith(SHIPPED) and name in PRESETS and cache in CACHES
+    return (PRESETS[name], CACHES[cache]) if known else None
+
+
 def read_modelopt(path: Path, problems: list[Problem]) -> ModelOptRecipe | None:
     """The recipe of a file or a directory; None where problems were found, which are appended."""
     data = _sections(path, problems)
@@ -136,19 +154,21 @@ def read_modelopt(path: Path, problems: list[Problem]) -> ModelOptRecipe | None:
     if part is None:
         return None
     before = len(problems)
-    entries = list(part.quantize.quant_cfg)
+    rules, cache = _rules(part.quantize.quant_cfg, path, problems), ()
     kv = part.quantize.kv_cache if part.kv_cache is None else part.kv_cache
     if isinstance(kv, dict):
         quantize = validated(Quantize, kv, f"{path}: kv_cache", problems)
-        entries += quantize.quant_cfg if quantize else []
+        cache = _rules(quantize.quant_cfg, f"{path}: kv_cache", problems) if quantize else ()
     elif kv is not None and not isinstance(kv, str):
         problems.append(Problem(f"{path}: kv_cache is neither a name nor a mapping with quant_cfg"))
-    rules = _rules(entries, path, problems)
+    if cache and (said := says_otherwise(rules, cache)):
+        what = f"{path}: kv_cache contradicts quant_cfg, whose entries say: {said}"
+        problems.append(Problem(what, "take kv_cache out, or these entries"))
     if len(problems) > before:
         return None
     return ModelOptRecipe(
         description=part.metadata.description,
-        rules=(*UNTOUCHED, *rules),
+        rules=(*UNTOUCHED, *rules, *cache),
         algorithm=part.quantize.algorithm,
         kv_cache=kv if isinstance(kv, str) else None,
     )
@@ -180,7 +200,7 @@ def _section_file(folder: Path, name: str) -> Path | None:
     return next((p for end in ("yml", "yaml") if (p := folder / f"{name}.{end}").is_file()), None)
 
 
-def _rules(entries: list[Any], path: Path, problems: list[Problem]) -> tuple[QuantizerRule, ...]:
+def _rules(entries: list[Any], path: Path | str, problems: list[Problem]) -> tuple[QuantizerRule, ...]:
     """The entries as rules; neighbours that turn off alike become one."""
     read = [validated(Entry, entry, f"{path}: quant_cfg[{i}]", problems) for i, entry in enumerate(entries)]
     rules = [_rule(entry) for entry in read if entry is not None]

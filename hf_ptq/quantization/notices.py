@@ -44,8 +44,9 @@ def unfit_warnings(unfit: Iterable[tuple[str, str, str]], cure: str = "") -> lis
 
 
 def recipe_warnings(recipe: Recipe, modules: Mapping[str, nn.Module], views: Sequence[WeightView]) -> Iterator[str]:
-    """What of the recipe is without effect in a transformers model. `modules`: the model's, by name."""
+    """What of the recipe is not carried out, or is without effect in a model. `modules`: the model's, by name."""
     places = places_of(views, modules)
+    yield from recipe.notes
     yield from _unread(recipe, modules)
     yield from _unmatched(recipe, modules, places)
     yield from _without_quantizers(recipe, modules, places)

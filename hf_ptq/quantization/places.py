@@ -1,9 +1,9 @@
 """The modules of a model as rules see them: under which names, with which classes.
 
-A linear is known by the source's name and by the model's own. Layers can be counted from the end: where a source has
-`model.layers.0` to `model.layers.3`, the last is also called `model.layers.-1`. Stacked experts are known one by one
-under the source's names, as one projection under the model's, and ModelOpt knows their quantizers by the stacked
-parameter. This file knows names; what the rules say to them is in rules.py.
+A linear, or an attention module, is known by the source's name and by the model's own. Layers can be counted from the
+end: where a source has `model.layers.0` to `model.layers.3`, the last is also called `model.layers.-1`. Stacked experts
+are known one by one under the source's names, as one projection under the model's, and ModelOpt knows their quantizers
+by the stacked parameter. This file knows names; what the rules say to them is in rules.py.
 """
 
 from __future__ import annotations
@@ -29,6 +29,15 @@ def places_of(views: Sequence[WeightView], modules: Mapping[str, nn.Module]) -> 
         )
         for view in views
     }
+
+
+def attention_places(layers: Mapping[str, str], modules: Mapping[str, nn.Module]) -> tuple[Place, ...]:
+    """The places of attention modules. `layers`: the model's name of each -> the source's; `modules`: all, by name."""
+    counts = _layer_counts([*modules, *layers.values()])
+    names = {own: tuple(dict.fromkeys((source, own))) for own, source in layers.items()}
+    return tuple(
+        Place((*known, *_from_the_end(known, counts)), class_names(modules[own])) for own, known in names.items()
+    )
 
 
 def stacked_place(

@@ -62,7 +62,7 @@ def assign_plain(recipe: Recipe, model: nn.Module) -> tuple[list[PlainTensor], l
         problems.append(Problem(f"recipe {recipe.name} quantizes nothing in {type(model).__name__}", cure))
     if problems:
         raise UserError(*problems)
-    return found, [*warnings, *_unmatched(recipe, modules)]
+    return found, [*recipe.notes, *warnings, *_unmatched(recipe, modules)]
 
 
 def attach_plain(model: nn.Module, tensors: list[PlainTensor]) -> None:

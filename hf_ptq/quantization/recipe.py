@@ -8,7 +8,7 @@ A recipe is a YAML file:
       - {import: default_disabled}           # the rules of another file or preset, at this place
       - {pattern: "*.layers.0.*", enable: false}
     algorithm: max                           # or mse, {method: mse, fp8_scale_sweep: true}: see algorithm.py
-    kv_cache: fp8_cast                       # optional; --kv_cache_qformat wins
+    kv_cache: fp8_cast                       # optional, for rules without k and v; --kv_cache_qformat wins
 
 `pattern` is a case-sensitive glob (or a list of globs) on the names of modules, in the checkpoint's naming or in the
 model's own; layers can be counted from the end (`*.layers.-1.*` is the last). `parent_class` narrows a rule to modules
@@ -19,7 +19,8 @@ Multi-head latent attention caches the normalised latent and the rotary key, and
 them, as the peer does.
 
 A preset is such a file in `hf_ptq/recipes/presets`, a model recipe one in `recipes/models`; `--qformat` and `--recipe`
-take the name of either or the path of a file. KV presets are in `recipes/kv`, shared rules in `recipes/units`. Files of
+take the name of either or the path of a file, and the paths of those recipes in ModelOpt's library that are presets
+here (general/ptq/nvfp4_default-kv_fp8). KV presets are in `recipes/kv`, shared rules in `recipes/units`. Files of
 ModelOpt's are read as they are (modelopt_recipe.py). This module knows names and structure only; it imports no torch,
 so that a refusal costs nothing.
 """
@@ -28,16 +29,17 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from hf_ptq.errors import Problem, UserError
+from hf_ptq.errors import Problem, UserError, refuse_if_any
 from hf_ptq.quantization.algorithm import AlgorithmSpec, Max, read_algorithm
-from hf_ptq.quantization.modelopt_recipe import is_modelopt, read_modelopt
+from hf_ptq.quantization.contradictions import says_otherwise
+from hf_ptq.quantization.modelopt_recipe import CACHES, GENERAL, PRESETS, SHIPPED, is_modelopt, preset_of, read_modelopt
 from hf_ptq.quantization.rules import OF_QUANTIZERS, AnyRule, Rule, quantizer_rule
 from hf_ptq.quantization.yaml_files import read_documents, validated
 
@@ -74,7 +76,8 @@ class Recipe:
     """A validated recipe with its imports in place.
 
     `says_all`: where no rule speaks of keys and values they stay as they are, as in ModelOpt's files; else the default
-    preset for them is added.
+    preset for them is added. `notes`: what of it is not carried out, for the
+    report: it gave way to an option, or stands in an imported file beside the rules.
     """
 
     name: str
@@ -84,6 +87,7 @@ class Recipe:
     kv_cache: str | None = None
     origin: str = ""  # the file, for messages
     says_all: bool = False
+    notes: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, from which `load_recipe` makes the same recipe."""
@@ -97,16 +101,52 @@ class Recipe:
         return self.kv_cache is None and (self.says_all or any("k" in rule.speaks_of for rule in self.rules))
 
     def with_kv(self, asked_for: str | None) -> Recipe:
-        """The recipe with the KV preset asked for; else with its `kv_cache` or its own rules; else with `fp8_cast`."""
+        """The recipe with the KV preset asked for; else with its `kv_cache` or its own rules; else with `fp8_cast`.
+
+        Raises UserError where rules of a user's own that give keys and values a format would be dropped. A recipe that
+        ships gives way, and so do rules that only turn off, and a file's `kv_cache`, with a note.
+        """
         if asked_for is None and self.decides_kv:
             return self
+        refuse_if_any(self._contradictions(asked_for))
+        wanted = asked_for if asked_for is not None else self.kv_cache or DEFAULT_KV
         own = tuple(kept for rule in self.rules if (kept := rule.without_cache()) is not None)
-        return dataclasses.replace(self, rules=own + load_kv(asked_for or self.kv_cache or DEFAULT_KV))
+        return dataclasses.replace(
+            self,
+            rules=own + load_kv(wanted),
+            kv_cache=None if self.kv_cache is None else wanted,
+            notes=(*self.notes, *self._gives_way(asked_for)),
+        )
+
+    @property
+    def _is_shipped(self) -> bool:
+        return RECIPES_DIR in Path(self.origin).parents
+
+    def _contradictions(self, asked_for: str | None) -> Iterator[Problem]:
+        file, parts = self.origin or self.name, "these entries" if self.says_all else "k and v of these rules"
+        said = says_otherwise(self.rules, load_kv(asked_for)) if asked_for is not None else ""
+        if said and not self._is_shipped:
+            what = f"--kv_cache_qformat {asked_for} contradicts {file}, whose rules say: {said}"
+            yield Problem(what, f"leave --kv_cache_qformat out, or take {parts} out of the file")
+        said = says_otherwise(self.rules, load_kv(self.kv_cache)) if self.kv_cache is not None else ""
+        if said:
+            what = f"{file}: kv_cache: {self.kv_cache} contradicts the rules, which say: {said}"
+            yield Problem(what, f"take kv_cache out, or {parts}")
+
+    def _gives_way(self, asked_for: str | None) -> Iterator[str]:
+        if asked_for is None:
+            return
+        option = f"gave way to --kv_cache_qformat {asked_for}"
+        said = says_otherwise(self.rules, load_kv(asked_for), or_off=True)
+        if said:
+            yield f"recipe {self.name}: its rules for keys and values {option}: {said}"
+        if self.kv_cache not in (None, asked_for):
+            yield f"recipe {self.name}: its kv_cache: {self.kv_cache} {option}"
 
 
 def load_recipe(recipe: str | Mapping[str, Any], is_plain: bool = False) -> Recipe:
-    """The preset or model recipe of that name, the recipe at that path (a file, or a directory of ModelOpt's), or one
-    as a mapping.
+    """The preset or model recipe of that name, the recipe at that path (a file, or a directory of ModelOpt's; or in
+    ModelOpt's own library, where that recipe is a preset), or one as a mapping.
 
     `is_plain`: for a model that no server is to load; rules may then give formats to inputs alone, and formats that no
     server reads. Raises `UserError` for an unknown name (nearest names given), for one that is not built yet, and for
@@ -116,6 +156,10 @@ def load_recipe(recipe: str | Mapping[str, Any], is_plain: bool = False) -> Reci
         data = dict(recipe)
         return _load(Path(str(data.pop("name", "recipe"))), [data], is_plain)
     path = _find(recipe)
+    if path is None and (theirs := preset_of(recipe)) is not None:
+        preset, kv = theirs
+        name = Path(recipe).name.removesuffix(".yaml").removesuffix(".yml")
+        return dataclasses.replace(load_recipe(preset), name=name, kv_cache=kv)
     if path is None:
         raise UserError(_unknown(recipe))
     return _load(path, [] if path.is_dir() else read_documents(path)[0], is_plain)
@@ -177,6 +221,11 @@ def _unknown(name: str) -> Problem:
     if name in NOT_BUILT_YET:
         what = f"--qformat {name} is not built yet ({NOT_BUILT_YET[name]} is missing)"
         return Problem(what, f"use one of {', '.join(presets)}")
+    if name.startswith(GENERAL):
+        what = f"--recipe {name}: there is no such file, nor a preset that is this recipe of ModelOpt's"
+        known = f"{SHIPPED} with {', '.join(PRESETS)} and -kv_{', -kv_'.join(CACHES)}"
+        cure = "name a preset, as in --qformat nvfp4 with --kv_cache_qformat fp8 (--list shows all)"
+        return Problem(what, f"{cure}; known are {known}")
     if "/" in name or name.endswith((".yaml", ".yml")):
         what = f"--recipe {name}: there is no such file"
         return Problem(what, "give the path of a YAML recipe or the name of a preset")
@@ -212,8 +261,10 @@ def _load_ours(path: Path, documents: list[Any], problems: list[Problem], is_pla
     file = _read_file(path, documents, problems)
     if file is None:
         return None
-    rules = _expand(file.rules, (path.resolve(),), problems, is_plain)
-    return Recipe(path.stem, file.description, tuple(rules), file.algorithm, file.kv_cache, str(path))
+    notes: list[str] = []
+    rules = tuple(_expand(file, (path.resolve(),), problems, notes, is_plain))
+    notes = [] if problems else list(dict.fromkeys(notes))
+    return Recipe(path.stem, file.description, rules, file.algorithm, file.kv_cache, str(path), notes=tuple(notes))
 
 
 def _read_file(path: Path, documents: list[Any], problems: list[Problem]) -> _File | None:
@@ -224,12 +275,15 @@ def _read_file(path: Path, documents: list[Any], problems: list[Problem]) -> _Fi
 
 
 def _expand(
-    items: list[dict[str, Any]], chain: tuple[Path, ...], problems: list[Problem], is_plain: bool
+    file: _File, chain: tuple[Path, ...], problems: list[Problem], notes: list[str], is_plain: bool
 ) -> list[AnyRule]:
-    """The rules of a file, the last of `chain`, with imports replaced by the rules that they name."""
+    """The rules of a file, the last of `chain`, with imports replaced by the rules that they name.
+
+    `notes` gets what else the imported files say and this one does not.
+    """
     rules: list[AnyRule] = []
     path = chain[-1]
-    for i, item in enumerate(items):
+    for i, item in enumerate(file.rules):
         where = f"{path}: rules[{i}]"
         if set(item) == {OF_QUANTIZERS}:
             rules.append(quantizer_rule(item))
@@ -245,8 +299,21 @@ def _expand(
             problems.append(Problem(f"{where}: import {item['import']!r}: {reason}", cure))
             continue
         imported = _read_file(target, read_documents(target)[0], problems)
-        rules += _expand(imported.rules if imported else [], (*chain, target), problems, is_plain)
+        if imported is None:
+            continue
+        notes += _left_behind(file, imported, f"{where}: import {item['import']}")
+        rules += _expand(imported, (*chain, target), problems, notes, is_plain)
     return rules
+
+
+def _left_behind(file: _File, imported: _File, where: str) -> Iterator[str]:
+    """What an imported file says of keys and values, and of the algorithm, where the importing one says nothing."""
+    said = file.model_fields_set | ({"kv_cache"} if any("k" in item for item in file.rules) else set())
+    left = {} if imported.kv_cache is None or "kv_cache" in said else {"kv_cache": imported.kv_cache}
+    if imported.algorithm != Max() and "algorithm" not in said:
+        left["algorithm"] = imported.algorithm.method
+    for key, value in left.items():
+        yield f"{where} brings rules only: {key}: {value} of that file has to be said in the importing one to count"
 
 
 def _import_path(name: str, importer: Path) -> Path | None:

@@ -32,6 +32,7 @@ LINEAR: tuple[Tensor, ...] = ("weight", "input", "output")
 CACHE: tuple[Tensor, ...] = ("k", "v")
 ATTENTION: tuple[Tensor, ...] = ("q", *CACHE, "p")
 ROLE_OF: dict[str, Role] = {"weight": "weight", "input": "input", "k": "kv", "v": "kv"}
+OFF = "off"  # said of a tensor that stays as it is
 SUFFIXES: dict[Tensor, str] = {
     **{tensor: f"{tensor}_quantizer" for tensor in LINEAR},
     **{tensor: f"{tensor}_bmm_quantizer" for tensor in ATTENTION},
@@ -215,6 +216,23 @@ class Rule(BaseModel):
             return []
         return [f"no module that {self.pattern[0]!r} matches is of the class {' or '.join(self.parent_class)}"]
 
+    @property
+    def gives_weights(self) -> bool:
+        """True where the rule gives a format to weights."""
+        return self.weight is not None
+
+    @property
+    def of_attention(self) -> dict[str, str]:
+        """What the rule gives keys and values, and what latent attention is calibrated on if not on the latent."""
+        if self.k is None or self.v is None:
+            return {}
+        return {"k": self.k, "v": self.v} | ({} if self.mla == "latent" else {"mla": self.mla})
+
+    @property
+    def attention_patterns(self) -> tuple[str, ...]:
+        """The patterns that name modules of attention."""
+        return self.pattern if self.k is not None else ()
+
     def without_cache(self) -> Rule | None:
         """The rule as far as it is about linears."""
         if self.k is None:
@@ -267,6 +285,24 @@ class QuantizerRule:
         if self.optional:
             return []
         return [*_no_module(_fitting_nothing(self.pattern, known.quantizers)), *_no_class(self.parent_class, known)]
+
+    @property
+    def gives_weights(self) -> bool:
+        """True where the entry gives a format to weights, or one that there is not."""
+        said = self.enable and ("weight" in self.formats or "weight" in self.reasons)
+        return said and "weight" in self.speaks_of and _may_fit(self.pattern, ("weight",))
+
+    @property
+    def of_attention(self) -> dict[str, str]:
+        """What the entry says of tensors of attention, where its patterns name them and can fit no linear's."""
+        named = {t for t in self.speaks_of.intersection(ATTENTION) if _may_fit(self.attention_patterns, (t,))}
+        words = {t: self.formats.get(t) or self.reasons.get(t) or "on" for t in ATTENTION if t in named}
+        return words if self.enable else dict.fromkeys(words, OFF)
+
+    @property
+    def attention_patterns(self) -> tuple[str, ...]:
+        """The patterns that name tensors of attention."""
+        return tuple(p for p in self.pattern if _may_fit((p,), ATTENTION) and not _may_fit((p,), LINEAR))
 
     def without_cache(self) -> QuantizerRule | None:
         """The entry as far as it is about linears."""
@@ -329,6 +365,12 @@ def matching(patterns: tuple[str, ...], names: Iterable[str]) -> str | None:
     if not any(compiled.match(name) for name in names):  # one pass over a name for all patterns
         return None
     return next(p for p in patterns if any(fnmatchcase(name, p) for name in names))
+
+
+def _may_fit(patterns: Iterable[str], tensors: Iterable[Tensor]) -> bool:
+    """True where a glob fits the quantizer of such a tensor in some module: an end of the glob fits its name."""
+    suffixes = [SUFFIXES[tensor] for tensor in tensors]
+    return any(fnmatchcase(s, p[start:]) for p in patterns for start in range(len(p)) for s in suffixes)
 
 
 def _fitting_nothing(patterns: tuple[str, ...], names: tuple[str, ...]) -> list[str]:

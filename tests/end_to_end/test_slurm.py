@@ -345,9 +345,12 @@ Path(os.environ["TOLD"]).write_text(json.dumps(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("image", ["", "image.sqsh"])
-def test_the_container(image: str, tiny: Callable[[str], Path], tmp_path: Path) -> None:
-    """A stand-in for srun tells how it was called: with the mounts of all that a run reads and writes, or without."""
+@pytest.mark.parametrize(("image", "kv"), [("", ""), ("image.sqsh", "nvfp4")])
+def test_the_container(image: str, kv: str, tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    """A stand-in for srun tells how it was called: with the mounts of all that a run reads and writes, or without.
+
+    With the format of the KV cache too, or without.
+    """
     tools, told, model = tmp_path / "bin", tmp_path / "told", tiny("llama")
     tools.mkdir()
     (tools / "scontrol").write_text("#!/bin/sh\necho node-a\necho node-b\n")
@@ -355,6 +358,7 @@ def test_the_container(image: str, tiny: Callable[[str], Path], tmp_path: Path) 
     for tool in tools.iterdir():
         tool.chmod(0o755)
     values = {"IMAGE": image, "MOUNTS": "/data:/data", "MODEL": model, "EXPORT_PATH": tmp_path / "e" / "x"}
+    values |= {"KV_CACHE_QFORMAT": kv}
     script = configured(FSDP2, tmp_path, **values, HF_HOME=tmp_path / "h")
     job = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "1234567", "SLURM_JOB_NODELIST": "node-[a-b]"}
     path = f"{tools}{os.pathsep}{os.environ['PATH']}"
@@ -363,6 +367,8 @@ def test_the_container(image: str, tiny: Callable[[str], Path], tmp_path: Path) 
     words = json.loads(told.read_text())
     assert words[words.index("--rdzv_endpoint") + 1] == "node-a:24567"
     assert words[words.index("hf_ptq") + 1] == "--use_fsdp2"
+    given = words[words.index("--qformat") + 2 : words.index("--export_path")]
+    assert given == (["--kv_cache_qformat", kv] if kv else []), "nothing given: the recipe's own"
     mounts = [*(f"{place}:{place}" for place in (ROOT, tmp_path / "h", tmp_path / "e", model)), "/data:/data"]
     expected = [
         "--container-image=image.sqsh", f"--container-mounts={','.join(mounts)}", f"--container-workdir={ROOT}",

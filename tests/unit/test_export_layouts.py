@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny import save_tiny
 
 from hf_ptq.checkpoint.source import open_source
 from hf_ptq.config import EXPORT_FORMATS
@@ -129,6 +130,42 @@ def test_names_that_begin_others_are_refused_in_block_fp8() -> None:
     contents = Contents({"m.mlp.gate_proj": ("fp8_2d", None), "m.mlp.up_proj": ("fp8_2d", None)}, ("m.mlp.gate",))
     with pytest.raises(UserError, match=r"m\.mlp\.gate stays unquantized.*leaves m\.mlp\.gate_proj out"):
         refuse_inexpressible(LAYOUTS["fp8"], contents)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "told"),
+    [
+        ({"m.q_proj": (256, 128), "m.k_proj": (128, 128), "m.v_proj": (192, 128), "m.o_proj": (100, 128)}, None),
+        ({"m.q_proj": (256, 128), "m.k_proj": (64, 128), "m.v_proj": (64, 128)}, "m.k_proj has 64"),
+        ({"m.gate_proj": (320, 128), "m.up_proj": (320, 128)}, "m.gate_proj has 320"),
+        ({f"m.experts.{e}.{leaf}": (192, 128) for e in (0, 1) for leaf in ("w1", "w3")}, "m.experts.0.w1 ... has 192"),
+        ({"m.experts.0.w1": (128, 128), "m.experts.0.w3": (192, 128)}, "m.experts.0.w3 has 192"),
+        ({"m.experts.0.w1": (128, 128), "m.experts.0.w3": (128, 128), "m.experts.0.w2": (256, 128)}, None),
+    ],
+)
+def test_outputs_that_vllm_and_sglang_cannot_merge_in_block_fp8(shapes: dict, told: str | None) -> None:
+    """The last linear of a merged module may end within a block, the others not; nor may any of experts."""
+    contents = Contents(dict.fromkeys(shapes, ("fp8_2d", None)), (), shapes=shapes)
+    found = [line for line in LAYOUTS["fp8"].warnings(contents) if "128 x 128" in line]
+    assert found == [] if told is None else len(found) == 1
+    if told is not None:
+        assert found[0].startswith(
+            f"{told} outputs, which are no whole number of blocks of 128 x 128: vLLM and SGLang "
+        )
+        assert found[0].endswith("refuse to load it; leave such linears out by a rule (enable: false)")
+
+
+def test_a_run_tells_of_outputs_that_cannot_be_merged(tmp_path: Path, quantize: Callable) -> None:
+    report = Report(verbose=False)
+    wide = {"hidden_size": 128, "intermediate_size": 320, "head_dim": 64, "num_attention_heads": 4}
+    source = save_tiny("llama", tmp_path / "ragged", **wide, num_key_value_heads=1)
+    rules = '  - {pattern: ["*.q_proj", "*.k_proj", "*.v_proj", "*.gate_proj", "*.up_proj"], weight: fp8_2d}\n'
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"rules:\n{rules}kv_cache: none\n")
+    quantize(source, recipe=str(path), export_fmt="fp8", dry_run=True, report=report)
+    found = [line.partition(",")[0] for line in report.warnings if "128 x 128" in line]
+    layer = "model.layers.0"
+    assert found == [f"{layer}.mlp.gate_proj ... has 320 outputs", f"{layer}.self_attn.k_proj ... has 64 outputs"]
 
 
 def test_the_table_of_who_takes_what() -> None:

@@ -301,3 +301,55 @@ def test_keys_and_values_may_stand_apart(planned: tuple, tmp_path: Path) -> None
         found = assign(load_recipe(str(path)).with_kv(None), *planned)
         assert found.kv is not None
         assert found.kv.k.name == "nvfp4_cast"
+
+
+# ---- ModelOpt's own recipes, by their path in its library
+
+
+@pytest.mark.parametrize(
+    ("path", "preset", "kv"),
+    [
+        ("general/ptq/fp8_default-kv_fp8", "fp8", "fp8"),
+        ("general/ptq/fp8_default-kv_fp8_cast.yaml", "fp8", "fp8_cast"),
+        ("general/ptq/nvfp4_default-kv_nvfp4_cast.yml", "nvfp4", "nvfp4_cast"),
+        ("general/ptq/nvfp4_experts_only-kv_fp8", "nvfp4_experts_only", "fp8"),
+        ("general/ptq/nvfp4_mlp_only-kv_fp8_cast", "nvfp4_mlp_only", "fp8_cast"),
+        ("general/ptq/nvfp4_omlp_only-kv_fp8", "nvfp4_omlp_only", "fp8"),
+        ("general/ptq/nvfp4_weight_only-kv_fp16", "w4a16_nvfp4", "none"),
+    ],
+)
+def test_recipes_of_modelopts_library_that_are_presets(path: str, preset: str, kv: str) -> None:
+    recipe = load_recipe(path)
+    assert recipe.with_kv(None).rules == load_recipe(preset).with_kv(kv).rules
+    assert (recipe.algorithm, recipe.kv_cache) == (load_recipe(preset).algorithm, kv)
+    assert recipe.name == Path(path).name.removesuffix(".yaml").removesuffix(".yml"), "as the user called it"
+    assert recipe.with_kv("fp8_cast" if kv != "fp8_cast" else "none").notes, "the option wins, with a warning"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "general/ptq/nvfp4_default-kv_none-gptq", "general/ptq/nvfp4_experts_only_mse-kv_fp8_cast.yaml",
+        "general/ptq/nvfp4_experts_only-kv_fp8_layerwise", "general/ptq/mxfp4_mlp_weight_only",
+        "general/ptq/fp8_default", "general/ptq/fp8-kv_fp8", "general/ptq/../ptq/fp8_default-kv_fp8",
+        "general/auto_quantize/nvfp4_fp8_at_5p4bits",
+    ],
+)  # fmt: skip
+def test_other_recipes_of_modelopts_library_are_refused(path: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_recipe(path)
+    (problem,) = caught.value.problems
+    assert problem.what == f"--recipe {path}: there is no such file, nor a preset that is this recipe of ModelOpt's"
+    assert problem.cure.startswith(
+        "name a preset, as in --qformat nvfp4 with --kv_cache_qformat fp8 (--list shows all)"
+    )
+    assert "general/ptq/ with fp8_default, nvfp4_default, " in problem.cure
+
+
+def test_a_file_at_such_a_path_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "general" / "ptq"
+    folder.mkdir(parents=True)
+    entries(folder, OFF, W8).rename(folder / "nvfp4_default-kv_fp8")
+    monkeypatch.chdir(tmp_path)
+    recipe = load_recipe("general/ptq/nvfp4_default-kv_fp8")
+    assert (recipe.says_all, recipe.kv_cache) == (True, None)

@@ -3,8 +3,10 @@
     weight E4M3 [out, in];  weight_scale_inv fp32 [ceil(out / 128), ceil(in / 128)], which, despite its name, is
     multiplied with: value = code * weight_scale_inv
 
-Servers quantize activations at run time, by token and 128 inputs, whether a recipe says so or not.
-`modules_to_not_convert` are exact names; transformers also takes a name for the beginning of another.
+The last block of rows may be cut off. vLLM and SGLang take that of a linear by itself, and of the last one that they
+merge into a module, but raise at others (their validate_fp8_block_shape), and at experts. Servers quantize
+activations at run time, by token and 128 inputs, whether a recipe says so or not. `modules_to_not_convert` are exact
+names; transformers also takes a name for the beginning of another.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import Any
 from hf_ptq.errors import Problem
 from hf_ptq.export.layouts.compressed_tensors import CODES, SQUARE_SCALE
 from hf_ptq.export.layouts.layout import ConfigFiles, Contents, Layout, Scheme, Storage, by_fields
+from hf_ptq.export.servers import served_modules
 
 SCHEME: Scheme = ("fp8_2d", None)
 BLOCK = [128, 128]
@@ -52,7 +55,27 @@ def _problems(contents: Contents) -> Iterator[Problem]:
             yield Problem(what, "quantize both or neither, or take --export_fmt compressed-tensors")
 
 
+def _cut_blocks(contents: Contents) -> Iterator[str]:
+    """Linears whose last block of rows is no whole one, where vLLM and SGLang put others behind it.
+
+    Of a merged module the last linear may end within a block; the projections of experts may not.
+    """
+    found: dict[tuple[str, int], list[str]] = {}
+    for module in served_modules(contents.shapes):
+        for name in module.linears if module.is_experts else module.linears[:-1]:
+            rows = contents.shapes[name][0]
+            if rows % BLOCK[0]:
+                found.setdefault((module.name.rpartition(".")[2], rows), []).append(name)
+    for (_, rows), names in found.items():
+        yield (
+            f"{names[0]}{' ...' if len(names) > 1 else ''} has {rows} outputs, which are no whole number of blocks of "
+            "128 x 128: vLLM and SGLang merge it with others and refuse to load it; leave such linears out by a rule "
+            "(enable: false)"
+        )
+
+
 def _warnings(contents: Contents) -> Iterator[str]:
+    yield from _cut_blocks(contents)
     yield "servers of this layout quantize activations too, by token and 128 inputs, at run time"
     if contents.kv == CAST:
         yield "this layout cannot say that the KV cache is FP8: ask the server for it (--kv-cache-dtype fp8)"

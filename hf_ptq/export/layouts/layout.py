@@ -12,7 +12,7 @@ A new layout is a `Layout` in a file beside this one and a line in `LAYOUTS`. Th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -90,7 +90,7 @@ class Contents:
 
     `schemes`: source module -> formats, of every quantized linear. `unquantized`: the other modules that servers build
     as linears. `kv`: formats of keys and values; `kv_layers`: source modules whose cache has scales. `joined`: modules
-    that hold all experts of a layer in one tensor.
+    that hold all experts of a layer in one tensor. `shapes`: [out, in] of each module in `schemes`.
     """
 
     schemes: Mapping[str, Scheme]
@@ -98,6 +98,7 @@ class Contents:
     kv: tuple[str, str] | None = None
     kv_layers: tuple[str, ...] = ()
     joined: tuple[str, ...] = ()
+    shapes: Mapping[str, Shape] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,7 @@ def contents_of(assignment: Assignment, unquantized: Iterable[str]) -> Contents:
     cache = assignment.kv
     return Contents(
         schemes={module: q.scheme for q in assignment.quantized for module in _named(q)},
+        shapes={module: q.view.shape for q in assignment.quantized for module in _named(q)},
         joined=tuple(q.view.joined for q in assignment.quantized if q.view.joined),
         unquantized=tuple(unquantized),
         kv=(cache.k.name, cache.v.name) if cache else None,

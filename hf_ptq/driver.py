@@ -148,6 +148,7 @@ def _refuse_unreached(job: Job, quantizers: Mapping[str, Quantizer], statistics:
             raise RunError(*problems)
 
     together(state, "look at the first batch", look)
+    state.enter("calibrate")  # again
 
 
 def _batch_size(job: Job, asked: int) -> tuple[int, str]:

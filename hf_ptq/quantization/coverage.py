@@ -99,28 +99,33 @@ def never_called(
     """One problem that names all modules without a call by kind, none if there is none.
 
     `calls`: key -> how often calibration has called the quantizer. `whole_kinds`: of these, only the kinds of which no
-    module was called. The cure is a rule, so where a kind's pattern would fit a module that was called, names are told.
+    module was called; modules of a kind that was called in part are told one by one.
     """
     missed = [name for key, count in calls.items() if count == 0 for name in quantizers[key].names]
-    called = [name for key, count in calls.items() if count for name in quantizers[key].names]
-    kinds_called = kinds_of(called)
-    patterns: dict[str, int] = {}
+    called = kinds_of(name for key, count in calls.items() if count for name in quantizers[key].names)
+    shown: list[str] = []
+    patterns: list[str] = []
+    total = 0
     for kind, members in kinds_of(missed).items():
-        if kind in kinds_called and whole_kinds:
+        if kind in called and whole_kinds:
             continue
-        if any(fnmatchcase(name, kind) for name in called):  # the rule would turn these off, too
-            patterns |= dict.fromkeys(members, 1)
-        else:
-            patterns[kind] = len(members)
-    if not patterns:
+        total += len(members)
+        one_by_one = kind in called or len(members) == 1
+        shown += members if one_by_one else [f"{kind} ({len(members)})"]
+        patterns += members if one_by_one or _fits_others(kind, members, quantizers) else [kind]
+    if not total:
         return []
-    shown = ", ".join(f"{pattern} ({count})" if count > 1 else pattern for pattern, count in patterns.items())
-    quoted = ", ".join(f'"{pattern}"' for pattern in patterns)
-    total = sum(patterns.values())
     lead, end = ("1 module was", "its input has") if total == 1 else (f"{total} modules were", "their inputs have")
-    what = f"{lead} never called in calibration, so {end} no range: {shown}"
+    what = f"{lead} never called in calibration, so {end} no range: {', '.join(shown)}"
+    quoted = ", ".join(f'"{pattern}"' for pattern in patterns)
     cure = f"leave them out by the recipe's last rule, {{pattern: [{quoted}], enable: false}}"
     return [Problem(what, cure + ", after an import of the preset, if it is one; or give data that reaches them")]
+
+
+def _fits_others(kind: str, members: Sequence[str], quantizers: Mapping[str, Quantizer]) -> bool:
+    """Whether a rule for `kind` could turn off more than its members: its stars stand for dots, too."""
+    names = {name for quantizer in quantizers.values() for name in quantizer.names}
+    return kind[0] == "*" or kind[-1] == "*" or any(fnmatchcase(name, kind) for name in names.difference(members))
 
 
 def beyond_text(model: PreTrainedModel, assignment: Assignment) -> list[str]:

@@ -317,6 +317,8 @@ def _left_behind(file: _File, imported: _File, where: str) -> Iterator[str]:
 
 
 def _import_path(name: str, importer: Path) -> Path | None:
+    """The file that an import means: of a preset's name, in a file of that name, the preset."""
     shipped = (RECIPES_DIR / folder / f"{name}.yaml" for folder in ("units", *NAMED))
     candidates = (importer.parent / name, importer.parent / f"{name}.yaml", *shipped)
-    return next((p.resolve() for p in candidates if p.is_file()), None)
+    found = [p.resolve() for p in candidates if p.is_file()]
+    return next((p for p in found if p != importer), importer if found else None)

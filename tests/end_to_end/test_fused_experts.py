@@ -123,8 +123,8 @@ def test_a_tower_that_text_does_not_reach_stops_the_run_at_its_first_batch(visio
     kinds = ", ".join(
         f"model.visual.{kind}"
         for kind in (
-            "blocks.*.attn.proj", "blocks.*.attn.qkv", "blocks.*.mlp.linear_fc1", "blocks.*.mlp.linear_fc2",
-            "deepstack_merger_list.*.linear_fc1", "deepstack_merger_list.*.linear_fc2", "merger.linear_fc1",
+            "blocks.0.attn.proj", "blocks.0.attn.qkv", "blocks.0.mlp.linear_fc1", "blocks.0.mlp.linear_fc2",
+            "deepstack_merger_list.0.linear_fc1", "deepstack_merger_list.0.linear_fc2", "merger.linear_fc1",
             "merger.linear_fc2",
         )
     )  # fmt: skip

@@ -37,7 +37,9 @@ def test_a_kind_that_was_called_in_part_is_told_module_by_module_and_only_at_the
 
 def test_no_cure_turns_off_what_was_called() -> None:
     """The pattern of a kind may fit other kinds, as `*` also stands for dots."""
-    own = quantizers(a=("0",), b=("1",), c=("3.proj",))
-    (problem,) = never_called({"a": 0.0, "b": 0.0, "c": 2.0}, own, whole_kinds=True)
-    assert problem.what == "2 modules were never called in calibration, so their inputs have no range: 0, 1"
-    assert '{pattern: ["0", "1"], enable: false}' in problem.cure
+    own = quantizers(a=("0",), b=("1",), c=("3.proj",), d=("t.0.q", "t.1.q"), e=("t.0.inner.q",))
+    calls = {"a": 0.0, "b": 0.0, "c": 2.0, "d": 0.0}  # e needs no data
+    (problem,) = never_called(calls, own, whole_kinds=True)
+    lead = "4 modules were never called in calibration, so their inputs have no range:"
+    assert problem.what == f"{lead} * (2), t.*.q (2)"
+    assert '{pattern: ["0", "1", "t.0.q", "t.1.q"], enable: false}' in problem.cure

@@ -14,7 +14,7 @@ import hf_ptq
 from hf_ptq.data.loader import evaluating
 from hf_ptq.distributed.plan import Plan
 from hf_ptq.distributed.process_group import DistributedState
-from hf_ptq.errors import UserError
+from hf_ptq.errors import RunError, UserError
 
 
 def test_batches_of_every_shape_reach_the_model():
@@ -87,3 +87,14 @@ def test_the_package_is_light_and_names_what_it_has():
     assert done.returncode == 0, done.stderr
     assert hf_ptq.quantize.__module__ == "hf_ptq.library"
     assert hf_ptq.quantize_checkpoint.__module__ == "hf_ptq.run"
+
+
+def test_modules_that_share_a_quantizer_are_all_named_where_they_were_never_called(tiny):
+    model = AutoModelForCausalLM.from_pretrained(tiny("llama"))
+    with pytest.raises(RunError) as caught:
+        hf_ptq.quantize(model, "fp8", lambda m: None)
+    (problem,) = caught.value.problems
+    kinds = [f"self_attn.{leaf}_proj" for leaf in "qkvo"] + [f"mlp.{leaf}_proj" for leaf in ("gate", "up", "down")]
+    assert "21 modules were never called" in problem.what
+    assert all(f"model.layers.*.{kind} (3)" in problem.what for kind in kinds)
+    assert all(f'"model.layers.*.{kind}"' in problem.cure for kind in kinds)

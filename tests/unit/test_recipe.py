@@ -62,6 +62,16 @@ def test_a_file_beside_wins_over_the_packages(tmp_path: Path) -> None:
     assert [rule.pattern for rule in load_recipe(str(path)).rules] == [("*",), ("only this",)]
 
 
+@pytest.mark.parametrize("folder", ["presets", "models"])
+def test_shipped_recipes_are_imported_by_name_also_into_a_file_of_that_name(folder: str, tmp_path: Path) -> None:
+    shipped = sorted((RECIPES_DIR / folder).glob("*.yaml"))[0].stem
+    path = write(tmp_path / f"{shipped}.yaml", f"{{import: {shipped}}}", '{pattern: "own", enable: false}')
+    write(tmp_path / "outer.yaml", f"{{import: {shipped}}}")
+    for file in (path, tmp_path / "outer.yaml"):
+        rules = load_recipe(str(file)).rules
+        assert (rules[:-1], rules[-1].pattern) == (load_recipe(shipped).rules, ("own",))
+
+
 def test_one_file_may_be_imported_twice(tmp_path: Path) -> None:
     write(tmp_path / "inner.yaml", '{pattern: "b", enable: false}')
     path = write(tmp_path / "o.yaml", "{import: inner}", '{pattern: "*", weight: fp8}', "{import: inner}")

@@ -12,6 +12,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -391,3 +392,12 @@ def test_a_rule_lets_pass(rule, name, text):
 def test_a_circle_is_found():
     assert find_circle({"a": {"b": "a.py:1"}, "b": {"a": "b.py:2"}}) == "a -> b (a.py:1); b -> a (b.py:2)"
     assert find_circle({"a": {"b": "a.py:1", "c": "a.py:2"}, "b": {"c": "b.py:2"}}) is None
+
+
+def test_every_folder_of_tests_is_collected(pytestconfig):
+    """Pytest leaves out folders of some names unless it is told, `dist` among them."""
+    left_out = pytestconfig.getini("norecursedirs")
+    folders = {path.parent for path in (ROOT / "tests").rglob("test_*.py")}
+    names = {part for folder in folders for part in folder.relative_to(ROOT).parts}
+    assert {"unit", "dist", "end_to_end"} <= names
+    assert [(name, pattern) for name in sorted(names) for pattern in left_out if fnmatch(name, pattern)] == []

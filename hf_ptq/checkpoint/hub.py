@@ -12,7 +12,8 @@ fetched under; what is there is read there and asked for nowhere. What is missin
 source goes through.
 
 huggingface_hub's own reader of remote headers (`parse_safetensors_file_metadata`) tells neither where the data begin
-nor what is wrong with a header, and gives up when the hub is busy; so its parts are used, and headers.py parses.
+nor what is wrong with a header, and gives up when the hub is busy; so its parts are used, and headers.py parses. They
+ask again where there is no answer; an answer that breaks off is asked for again here.
 
 What this file does not know: what is in the files, the index and the length of a header apart.
 """
@@ -20,6 +21,7 @@ What this file does not know: what is in the files, the index and the length of 
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -44,6 +46,7 @@ SMALL_FILES = (
 )
 NEVER = ("original/*", "consolidated*", "onnx/*", "openvino/*", "coreml/*", "gguf/*", ".git*")
 FIRST_BYTES = 100_000  # asked for at once: most headers are shorter
+RETRY_SECONDS = (1.0, 4.0)  # before a range that came only in part is asked for again
 
 _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
 _HUB_ID = re.compile(rf"{_PART}(?:/{_PART})?")
@@ -158,35 +161,56 @@ def _missing(repo: str, commit: str, directory: Path, wanted: Sequence[str]) -> 
 def _beginning(repo: str, commit: str, name: str, file_bytes: int) -> Beginning:
     from huggingface_hub import hf_hub_url
 
-    url = hf_hub_url(repo, name, revision=commit)
-    start = _read_range(url, 0, min(FIRST_BYTES, file_bytes))
+    url, where = hf_hub_url(repo, name, revision=commit), f"{name} of {repo} on the hub"
+    start = _read_range(url, where, 0, min(FIRST_BYTES, file_bytes))
     end = 8 + int.from_bytes(start[:8], "little")
     if len(start) < end <= min(file_bytes, 8 + MAX_HEADER_BYTES):
-        start += _read_range(url, len(start), end)
-    return Beginning(f"{name} of {repo} on the hub", start[:end], file_bytes)
+        start += _read_range(url, where, len(start), end)
+    return Beginning(where, start[:end], file_bytes)
 
 
-def _read_range(url: str, begin: int, end: int) -> bytes:
-    """Bytes of a file on the hub; of one that answers with the whole file no more is read than that."""
-    from huggingface_hub import constants
+def _read_range(url: str, where: str, begin: int, end: int) -> bytes:
+    """Bytes [begin, end) of the file at `url`; asked for again where an answer has less. RunError where all have."""
+    read, reason = b"", ""
+    for seconds in (0.0, *RETRY_SECONDS):
+        time.sleep(seconds)
+        read, reason = _try_range(url, begin, end)
+        if len(read) == end - begin:
+            return read
+    told = f" ({reason})" if reason else ""
+    what = f"{where}: it sent {len(read)} of {end - begin} bytes asked for{told}, {1 + len(RETRY_SECONDS)} times"
+    raise RunError(Problem(what, "try again; check the network, and any proxy on the way"))
+
+
+def _try_range(url: str, begin: int, end: int) -> tuple[bytes, str]:
+    """What came of a range, and why no more came; of an answer with the whole file no more is read than that.
+
+    A body that breaks must not be told to the context of `http_stream_backoff`, which would begin it anew.
+    """
+    from huggingface_hub import constants, errors
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
 
     if begin == end:
-        return b""
+        return b"", ""
+    http_error: Any = errors.HfHubHTTPError.__bases__[0]  # the HTTP library's own
     asked = {**build_hf_headers(), "Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
     with http_stream_backoff("GET", url, headers=asked, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT) as response:
         hf_raise_for_status(response)
         first = begin if response.status_code == 206 else 0
-        return _take(response.iter_bytes(), begin - first, end - first)
+        read = bytearray()
+        try:
+            _take(response.iter_bytes(), end - first, read)
+        except http_error as error:
+            return bytes(read[begin - first :]), f"{type(error).__name__}: {error}"
+    return bytes(read[begin - first : end - first]), ""
 
 
-def _take(chunks: Iterable[bytes], begin: int, end: int) -> bytes:
-    read = bytearray()
+def _take(chunks: Iterable[bytes], num_bytes: int, read: bytearray) -> None:
+    """Add chunks to `read` until it has `num_bytes`, and no more of them."""
     for chunk in chunks:
         read += chunk
-        if len(read) >= end:
-            break
-    return bytes(read[begin:end])
+        if len(read) >= num_bytes:
+            return
 
 
 def _literally(name: str) -> str:

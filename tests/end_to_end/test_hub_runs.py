@@ -63,7 +63,7 @@ REFUSALS: dict[str, tuple[dict, dict, str]] = {
     "already quantized": ({"quantization_config": {"quant_method": "fp8"}}, {}, "quantized sources are not read"),
     "unknown architecture": ({"model_type": "nobody", "auto_map": None}, {}, "does not know the model_type 'nobody'"),
     "other shapes": ({"intermediate_size": 95}, {}, "95"),
-    "a recipe for nothing": ({}, {"recipe": "nothing.yaml"}, "quantizes nothing"),
+    "a recipe for nothing": ({}, {"recipe": "nothing.yaml"}, "gives no weight a format"),
     "no room": ({}, {}, "the download of org/name needs"),
 }
 
@@ -151,6 +151,59 @@ def test_headers_from_the_hub_are_those_on_the_disk(first_bytes, knows_ranges, t
     assert source.download_bytes == len(hub.files["model.safetensors"])
     beginning = source.elsewhere["model.safetensors"]
     assert beginning.start == hub.files["model.safetensors"][: header_bytes(beginning.start)]
+
+
+FAULTS = ["cut", "stall", "short"]
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.2)
+    monkeypatch.setattr(hub_module, "RETRY_SECONDS", (0.0, 0.0))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_range_that_breaks_once_is_asked_for_again(fault, tiny, serve, impatient):
+    hub = serve(tiny("llama"))
+    hub.faults = [fault]
+    source, local = open_source(REPO, None, False, silent()), open_source(str(tiny("llama")), None, False, silent())
+    assert list(source.tensors.items()) == list(local.tensors.items())
+    assert hub.faults == []
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_range_that_breaks_again_and_again_ends_the_run(fault, tiny, serve, impatient):
+    hub = serve(tiny("llama"))
+    hub.faults = [fault] * 100
+    with pytest.raises(RunError) as caught:
+        open_source(REPO, None, False, silent())
+    (problem,) = caught.value.problems
+    asked = min(hub_module.FIRST_BYTES, len(hub.files["model.safetensors"]))
+    assert problem.what.startswith(f"model.safetensors of {REPO} on the hub: it sent 20 of {asked} bytes asked for")
+    assert problem.cure.startswith("try again")
+    assert len(hub.faults) == 97
+
+
+@pytest.mark.parametrize("status", [403, 416])
+def test_a_hub_that_gives_no_ranges_of_a_file(status, tiny, serve):
+    hub = serve(tiny("llama"))
+    hub.faults = [status] * 100
+    with pytest.raises(RunError, match=rf"fetching {REPO} failed: .*{status}"):
+        open_source(REPO, None, False, silent())
+    assert len(hub.faults) == 99
+
+
+@pytest.mark.parametrize("missing_bytes", [1, 4, 7, 8])
+def test_a_header_of_which_few_bytes_are_missing_after_the_first_request(missing_bytes, tiny, serve, monkeypatch):
+    hub = serve(tiny("llama"))
+    end = header_bytes(hub.files["model.safetensors"])
+    monkeypatch.setattr(hub_module, "FIRST_BYTES", end - missing_bytes)
+    source, local = open_source(REPO, None, False, silent()), open_source(str(tiny("llama")), None, False, silent())
+    assert list(source.tensors.items()) == list(local.tensors.items())
+    assert [(first, count) for _, first, count in hub.ranges] == [
+        (0, end - missing_bytes),
+        (end - missing_bytes, missing_bytes),
+    ]
 
 
 def test_a_damaged_file_is_named_before_it_is_downloaded(tiny, serve):

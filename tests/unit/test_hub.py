@@ -16,7 +16,7 @@ from huggingface_hub import constants, errors
 from local_hub import COMMIT, Hub, environment
 from rich.console import Console
 
-from hf_ptq.checkpoint.hub import _literally, fetch_small_files, is_hub_id
+from hf_ptq.checkpoint.hub import _literally, _take, fetch_small_files, is_hub_id
 from hf_ptq.checkpoint.source import open_source
 from hf_ptq.errors import RunError, UserError
 from hf_ptq.report import Report
@@ -197,3 +197,13 @@ def test_no_hub_ids(text):
 
 def test_patterns_are_literal():
     assert _literally("a[1]*?.safetensors") == "a[[]1][*][?].safetensors"
+
+
+def test_of_a_whole_file_no_more_is_read_than_the_range():
+    def chunks():
+        yield from (b"ab", b"cd")
+        raise AssertionError("more was read")
+
+    read = bytearray()
+    _take(chunks(), 3, read)
+    assert read == b"abcd"

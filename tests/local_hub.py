@@ -15,6 +15,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote
 
+import pytest
+from huggingface_hub import constants
+
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 REPO = "org/name"
 CUT_AT = 20  # bytes given of a range that goes wrong
@@ -88,7 +91,8 @@ class Handler(BaseHTTPRequestHandler):
             self.server.asked.append(file_in(path))
         if asked and self.server.faults:
             part = body[int(asked[1]) : int(asked[2]) + 1]
-            return self.go_wrong(self.server.faults.pop(0), part)
+            self.go_wrong(self.server.faults.pop(0), part)
+            return
         if status == 200 and "ETag" in headers and asked and self.server.knows_ranges:
             first = int(asked[1])
             status, size = 206, len(body)
@@ -120,6 +124,14 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.flush()
         if fault == "stall":
             time.sleep(STALL_SECONDS)
+
+
+def use(hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make this process use the hub, with `cache` as its cache; see `environment` for another process."""
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
 
 
 def environment(home: Path, url: str) -> dict[str, str]:

@@ -114,12 +114,13 @@ def open_source(
         refuse_if_any(check_source_cheaply(model))
     directory, commit = _resolve(model, path, revision, report)
     config, problems = _read_config(directory)
-    found, read = FoundWeights((), None), ReadWeights({}, (), ())
+    found, read, cure = FoundWeights((), None), ReadWeights({}, (), ()), ""
     as_found: dict[str, FileIdentity | None] = {}
     if _is_checkpoint(directory):
         if not path.is_dir() and commit is not None:
-            elsewhere = fetch_headers(model, commit, directory)
-        found = find_weights(directory, model, elsewhere)
+            on_hub = fetch_headers(model, commit, directory)
+            elsewhere, cure = on_hub.beginnings, on_hub.cure
+        found = find_weights(directory, model, elsewhere, cure)
         as_found = {file: file_identity(directory / file) for file in found.files}
         read = read_weights(directory, found, elsewhere)
         problems += [*found.problems, *read.problems]

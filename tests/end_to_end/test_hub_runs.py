@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
-from local_hub import COMMIT, REPO, Hub, files_of
+from local_hub import COMMIT, REPO, Hub, files_of, use
 from rich.console import Console
 from tiny import load_tensors, raw
 
@@ -35,11 +35,7 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         files = files_of(source)
         files["config.json"] = json.dumps(json.loads(files["config.json"]) | config).encode()
         made.append(Hub(files))
-        monkeypatch.setattr(constants, "ENDPOINT", made[0].url)
-        template = made[0].url + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        use(made[0], tmp_path / "cache", monkeypatch)
         return made[0]
 
     yield start

@@ -30,7 +30,8 @@ def resolve(config: RunConfig, state: DistributedState, report: Report) -> Sourc
 
     def find() -> dict[str, Any]:
         source = open_source(config.model, config.revision, config.trust_remote_code, report)
-        refuse_if_any(check_export_path(config.export_path, source.directory, config.overwrite))
+        exported = check_export_path(config.export_path, source.directory, config.overwrite)
+        refuse_if_any([*exported, *source.download_problems()])
         opened.append(source)
         return {
             "directory": str(source.directory),

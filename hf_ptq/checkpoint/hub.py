@@ -20,6 +20,7 @@ What this file does not know: what is in the files, the index and the length of 
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -103,10 +104,23 @@ def fetch_headers(repo: str, commit: str, directory: Path) -> OnHub:
 
 
 def fetch_weights(repo: str, commit: str, directory: Path, files: Mapping[str, Beginning]) -> None:
-    """Download `files` of a commit. Raises UserError where the disk has no room for them, too."""
-    refuse_if_any(room_problems([room_for_download(repo, directory, files)]))
+    """Download `files` of a commit. Raises UserError where the cache is closed or the disk has no room, too."""
+    refuse_if_any([*cache_problems(repo, directory), *room_problems([room_for_download(repo, directory, files)])])
     with _told(repo, commit, f"{some(files)} of {repo}"):
         _snapshot(repo, commit, [_literally(name) for name in files])
+
+
+def cache_problems(repo: str, directory: Path) -> list[Problem]:
+    """Why nothing can be downloaded into the cache: it is on a read-only disk, or somebody else's.
+
+    `directory`: the commit's, where links to the files are made; the files lie beside it, and the locks at the top.
+    """
+    repository = directory.parents[1]
+    written = (directory, repository / "blobs", repository.parent / ".locks" / repository.name)
+    there = [next(place for place in (path, *path.parents) if place.is_dir()) for path in written]
+    closed = dict.fromkeys(str(place) for place in there if not os.access(place, os.W_OK))
+    what = f"the weights of {repo} are to be downloaded, and this cannot be written to: {some(closed)}"
+    return [Problem(what, "set HF_HOME to a directory that can be written to")] if closed else []
 
 
 def room_for_download(repo: str, directory: Path, files: Mapping[str, Beginning]) -> Need:

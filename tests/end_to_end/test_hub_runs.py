@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from tiny import load_tensors, raw
 
 from hf_ptq.checkpoint import hub as hub_module
 from hf_ptq.checkpoint import room as room_module
-from hf_ptq.checkpoint.source import downloaded, open_source
+from hf_ptq.checkpoint.source import download, downloaded, open_source
 from hf_ptq.checkpointing import load
 from hf_ptq.distributed.plan import Plan
 from hf_ptq.errors import RunError, UserError
@@ -103,6 +104,48 @@ def test_no_room_says_how_much_is_missing_and_for_what(tiny, serve, quantize, tm
     export = int(re.search(r"the export needs [\d.]+ .?B \(([\d,]+) bytes\)", problem.what)[1].replace(",", ""))
     assert f"({size + export - free:,} bytes) are missing" in problem.what
     assert "set HF_HOME" in problem.cure
+
+
+def test_the_download_itself_looks_for_room_too(tiny, serve, monkeypatch):
+    hub = serve(tiny("llama"))
+    source = open_source(REPO, None, False, silent())
+    fail_room(monkeypatch)
+    with pytest.raises(UserError, match="the download of org/name needs .* are missing"):
+        download(source)
+    assert hub.weights_given() == []
+
+
+def close(monkeypatch: pytest.MonkeyPatch, closed: Path) -> None:
+    """Let no directory below `closed` be written to, as in a cache that somebody else owns; root may write anywhere."""
+    may = os.access
+    refuse = lambda path, mode: not (mode & os.W_OK and Path(path).is_relative_to(closed)) and may(path, mode)  # noqa: E731
+    monkeypatch.setattr(os, "access", refuse)
+
+
+@pytest.mark.parametrize("closed", ["models--org--name", f"models--org--name/snapshots/{COMMIT}", ".locks"])
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_a_cache_that_cannot_be_written_to_is_refused_before_the_plan(
+    closed, dry_run, tiny, serve, quantize, tmp_path, monkeypatch
+):
+    hub, cache = serve(tiny("llama")), tmp_path / "cache"
+    source = open_source(REPO, None, False, silent())
+    (cache / closed).mkdir(exist_ok=True)
+    close(monkeypatch, cache / closed)
+    for attempt in (lambda: quantize(REPO, name="out", dry_run=dry_run), lambda: download(source)):
+        with pytest.raises(UserError) as caught:
+            attempt()
+        (problem,) = caught.value.problems
+        assert problem.what.startswith("the weights of org/name are to be downloaded, and this cannot be written to: ")
+        assert str(cache / closed) in problem.what
+        assert problem.cure == "set HF_HOME to a directory that can be written to"
+    assert hub.weights_given() == []
+
+
+def test_a_full_cache_need_not_be_written_to(tiny, serve, quantize, tmp_path, monkeypatch):
+    serve(tiny("llama"))
+    quantize(REPO, name="first")
+    close(monkeypatch, tmp_path / "cache")
+    quantize(REPO, name="second", dry_run=True)
 
 
 def test_a_dry_run_tells_the_size_of_the_download_and_downloads_no_weights(tiny, serve, quantize, tmp_path):
@@ -220,13 +263,33 @@ def test_files_that_another_commit_has_are_not_downloaded_again(tiny, serve, qua
     assert hub.weights_given() == ["model.safetensors"]
 
 
-def test_a_download_that_is_not_what_was_planned_with(tiny, serve):
+SPOILED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "other names": (lambda body: body.replace(b"up_proj", b"xy_proj"), "model.safetensors"),
+    "a part": (lambda body: body[:-10], "truncated: "),
+    "a page": (lambda _: b"<html>busy</html>" * 100, "corrupt: "),
+}
+
+
+@pytest.mark.parametrize("case", SPOILED)
+def test_a_download_that_is_not_what_was_planned_with_can_be_made_again(case, tiny, serve):
+    spoil, reason = SPOILED[case]
     hub = serve(tiny("llama"))
     source = open_source(REPO, None, False, silent())
-    body = hub.files["model.safetensors"]
-    (source.directory / "model.safetensors").write_bytes(body.replace(b"up_proj", b"xy_proj"))
-    with pytest.raises(RunError, match=r"not what the hub's headers said: model\.safetensors"):
+    download(source)
+    file = source.directory / "model.safetensors"
+    blob = file.resolve()
+    blob.write_bytes(spoil(hub.files["model.safetensors"]))
+    with pytest.raises(RunError) as caught:
         downloaded(source)
+    (problem,) = caught.value.problems
+    assert problem.what.startswith(f"{REPO}: what was downloaded is not what the hub's headers said: ")
+    assert reason in problem.what
+    assert problem.cure == f"remove {blob}, and run again"
+    blob.unlink()
+    again = open_source(REPO, None, False, silent())
+    download(again)
+    assert downloaded(again).tensors == source.tensors
+    assert hub.weights_given() == ["model.safetensors"] * 2
 
 
 def test_the_library_downloads_what_it_loads(tiny, serve):

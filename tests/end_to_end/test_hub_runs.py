@@ -110,7 +110,7 @@ def test_the_download_itself_looks_for_room_too(tiny, serve, monkeypatch):
     hub = serve(tiny("llama"))
     source = open_source(REPO, None, False, silent())
     fail_room(monkeypatch)
-    with pytest.raises(UserError, match="the download of org/name needs .* are missing"):
+    with pytest.raises(UserError, match=r"the download of org/name needs .* are missing"):
         download(source)
     assert hub.weights_given() == []
 

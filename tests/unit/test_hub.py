@@ -17,6 +17,7 @@ from huggingface_hub import constants, errors
 from local_hub import COMMIT, REPO, Hub, environment, files_of, use
 from rich.console import Console
 
+from hf_ptq.checkpoint import hub as hub_module
 from hf_ptq.checkpoint.hub import _literally, _take, fetch_small_files, is_hub_id
 from hf_ptq.checkpoint.source import download, open_source
 from hf_ptq.errors import RunError, UserError
@@ -190,14 +191,17 @@ def test_a_full_cache_without_an_index_needs_no_hub_whatever_else_it_has(other, 
     server = serve(checkpoint | {other: b"x" * 50})
     fill(server)
     assert other not in server.fetched
+    open_source(REPO, None, False, silent())
+    assert other not in server.asked
     disconnect(server)
     source = open_source(REPO, None, False, silent())
     assert list(source.tensors) == ["embed", "norm", "head"]
 
 
-def test_of_a_full_cache_the_hub_is_asked_for_no_weights(checkpoint, serve):
+def test_of_a_full_cache_the_hub_is_asked_for_no_weights(checkpoint, serve, monkeypatch):
     server = serve(checkpoint)
     fill(server)
+    monkeypatch.setattr(hub_module, "_list_weights", lambda *_: pytest.fail("the hub is asked which weights it has"))
     open_source(REPO, None, False, silent())
     assert [name for name in server.asked if name.endswith(".safetensors")] == []
 

@@ -25,7 +25,6 @@ from transformers import PreTrainedModel
 from hf_ptq import driver, planning, sourcing, steps
 from hf_ptq.checkpoint.dtypes import TORCH_DTYPES
 from hf_ptq.checkpoint.slices import SourceReader
-from hf_ptq.checkpoint.source import download, downloaded, open_source
 from hf_ptq.checkpoint.writer import ShardWriter
 from hf_ptq.config import RunConfig
 from hf_ptq.distributed.agreement import first_decides, together
@@ -77,7 +76,7 @@ def decide_plan(
     )
     refuse_if_any([*config.problems(), *option_problems(config, state.launch)])
     report = _silent()
-    opened = open_source(config.model, None, trust_remote_code, report)
+    opened = sourcing.open_on_all(config.model, None, trust_remote_code, state, report)
     return planning.plan_model(config, opened, state, report)[2]
 
 
@@ -85,8 +84,9 @@ def decide_plan(
 def load(source: str | Path, plan: Plan, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """The model of `source`, laid out by `plan`, in the source's dtype, in eval mode, and frozen.
 
-    Each rank reads its share. To train it: `model.requires_grad_(True).train()`. Raises UserError where the plan, or a
-    variable such as HF_PTQ_EP_DEGREE, asks to shard and no process group is set up.
+    Each rank reads its share; what is on the hub only, rank 0 downloads while the others wait. To train the model:
+    `model.requires_grad_(True).train()`. Raises UserError where the plan, or a variable such as HF_PTQ_EP_DEGREE, asks
+    to shard and no process group is set up, or a rank does not see the source; RunError where the download fails.
     """
     is_grouped = dist.is_initialized()
     wishes = read_wishes(RunConfig(str(source), Path()), read_launch())
@@ -104,9 +104,8 @@ def load(source: str | Path, plan: Plan, *, trust_remote_code: bool = False) -> 
     if state.device.type == "cuda" and state.world_size > 1:
         state = replace(state, device=torch.device("cuda", torch.cuda.current_device()))
     report = _silent()
-    opened = open_source(str(source), None, trust_remote_code, report)
-    download(opened)
-    opened = downloaded(opened)
+    opened = sourcing.open_on_all(str(source), None, trust_remote_code, state, report)
+    opened = sourcing.fetch_weights(state, opened, report)
     meta = build_meta_model(opened, None, trust_remote_code)
     use_our_experts(meta.model, "grouped_mm")
     nothing = Assignment((), (), None, ())

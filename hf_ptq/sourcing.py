@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,23 @@ from hf_ptq.report import Report, versions
 from hf_ptq.sizes import exact_bytes
 
 
-def resolve(config: RunConfig, state: DistributedState, report: Report) -> Source:
-    """The source with its headers; the export path is held against it. Every rank sees both, and the same."""
+def open_on_all(
+    model: str,
+    revision: str | None,
+    trust_remote_code: bool,
+    state: DistributedState,
+    report: Report,
+    refuse: Callable[[Source], list[Problem]] = lambda _: [],
+) -> Source:
+    """The source with its headers, the same on every rank; rank 0 finds it, and says what it has to `refuse` in it.
+
+    Raises `UserError` on all ranks with all problems, or where a rank does not see it.
+    """
     opened: list[Source] = []
 
     def find() -> dict[str, Any]:
-        source = open_source(config.model, config.revision, config.trust_remote_code, report)
-        refuse_if_any(check_export_path(config.export_path, source.directory, config.overwrite))
+        source = open_source(model, revision, trust_remote_code, report)
+        refuse_if_any([*refuse(source), *source.download_problems()])
         opened.append(source)
         return {
             "directory": str(source.directory),
@@ -48,10 +59,19 @@ def resolve(config: RunConfig, state: DistributedState, report: Report) -> Sourc
         if missing := unseen([directory / name for name in ("config.json", *found["files"])]):
             raise UserError(Problem(f"the source: {missing[0]} is not seen on this node", CURE))
         elsewhere = {file: _from_json(told) for file, told in found["elsewhere"].items()}
-        source = open_source(str(directory), None, config.trust_remote_code, report, elsewhere)
-        return replace(source, origin=config.model, commit=found["commit"])
+        source = open_source(str(directory), None, trust_remote_code, report, elsewhere)
+        return replace(source, origin=model, commit=found["commit"])
 
-    source = together(state, "see the source", see)
+    return together(state, "see the source", see)
+
+
+def resolve(config: RunConfig, state: DistributedState, report: Report) -> Source:
+    """The source with its headers; the export path is held against it. Every rank sees both, and the same."""
+
+    def refuse(source: Source) -> list[Problem]:
+        return check_export_path(config.export_path, source.directory, config.overwrite)
+
+    source = open_on_all(config.model, config.revision, config.trust_remote_code, state, report, refuse)
     refuse_unshared_path(state, config.export_path)
     if state.world_size > 1:
         same_everywhere(state, "compare the ranks", _fingerprint(config, source, state))

@@ -1,6 +1,7 @@
 """A hub on this machine: a server that answers what huggingface_hub asks about one repository, `org/name`.
 
-It answers requests for ranges, as the real one does, and notes what it gave: whole files, and ranges of files.
+It answers requests for ranges, as the real one does, and notes what it was asked for and what it gave: whole files, and
+ranges of files. Told to, it answers a range wrongly, as a bad connection or a proxy does.
 """
 
 from __future__ import annotations
@@ -9,12 +10,18 @@ import hashlib
 import json
 import re
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote
 
+import pytest
+from huggingface_hub import constants
+
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 REPO = "org/name"
+CUT_AT = 20  # bytes given of a range that goes wrong
+STALL_SECONDS = 1.0
 
 
 def etag(body: bytes) -> str:
@@ -27,13 +34,19 @@ def files_of(directory: Path) -> dict[str, bytes]:
 
 
 class Hub(ThreadingHTTPServer):
-    """`fetched`: files given whole, `ranges`: (file, first byte, bytes given) of those given in part."""
+    """`fetched`: files given whole, `ranges`: (file, first byte, bytes given) of those given in part.
+
+    `asked`: files that were asked for in any way. `faults`: what is done to the next ranges, one each: "cut", "stall",
+    "short", or a status.
+    """
 
     def __init__(self, files: dict[str, bytes]) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.files, self.file_status = files, 200
         self.fetched: list[str] = []
         self.ranges: list[tuple[str, int, int]] = []
+        self.asked: list[str] = []
+        self.faults: list[str | int] = []
         self.knows_ranges = True
         self.url = f"http://127.0.0.1:{self.server_port}"
         threading.Thread(target=self.serve_forever, daemon=True).start()
@@ -74,6 +87,12 @@ class Handler(BaseHTTPRequestHandler):
         status, body, headers = self.server.response(path)
         asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         first = 0
+        if "ETag" in headers:
+            self.server.asked.append(file_in(path))
+        if asked and self.server.faults:
+            part = body[int(asked[1]) : int(asked[2]) + 1]
+            self.go_wrong(self.server.faults.pop(0), part)
+            return
         if status == 200 and "ETag" in headers and asked and self.server.knows_ranges:
             first = int(asked[1])
             status, size = 206, len(body)
@@ -92,6 +111,27 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     do_GET = do_HEAD
+
+    def go_wrong(self, fault: str | int, part: bytes) -> None:
+        """A range with a bad status, or less of it than was asked for: the connection breaks, stands still, or ends."""
+        status, promised = (fault, 0) if isinstance(fault, int) else (206, CUT_AT if fault == "short" else len(part))
+        self.close_connection = True
+        self.send_response(status)
+        self.send_header("Content-Length", str(promised))
+        self.end_headers()
+        if status == 206:
+            self.wfile.write(part[:CUT_AT])
+            self.wfile.flush()
+        if fault == "stall":
+            time.sleep(STALL_SECONDS)
+
+
+def use(hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make this process use the hub, with `cache` as its cache; see `environment` for another process."""
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
 
 
 def environment(home: Path, url: str) -> dict[str, str]:

@@ -62,9 +62,9 @@ class Beginning:
 class _HeaderError(Exception):
     """What is wrong with a header; becomes a `Problem` that names the file."""
 
-    def __init__(self, what: str, cure: str = "") -> None:
-        super().__init__(what)
-        self.cure = cure
+
+class _PointerError(_HeaderError):
+    """There is no header: the file stands for another."""
 
 
 def some(items: Iterable[object], limit: int = 5, separator: str = ", ") -> str:
@@ -82,7 +82,8 @@ def read_header(
     `beginning`: read this instead, of a file that is not there yet.
     """
     path = directory / file
-    where, cure = (path, "fetch this file again") if beginning is None else (beginning.where, "take another --revision")
+    where = path if beginning is None else beginning.where
+    cure = "fetch this file again" if beginning is None else "take another --revision, or tell the repository's owners"
     try:
         if beginning is None:
             with path.open("rb") as stream:
@@ -96,14 +97,16 @@ def read_header(
     except OSError as error:
         return [], Problem(f"{path}: cannot be read ({error.strerror or error})")
     except _HeaderError as error:
-        return [], Problem(f"{where}: {error}", error.cure or cure)
+        if isinstance(error, _PointerError) and beginning is None:
+            cure = "run `git lfs pull` in that directory"
+        return [], Problem(f"{where}: {error}", cure)
     return entries, None
 
 
 def _read_header_bytes(stream: BinaryIO, file_bytes: int) -> bytes:
     start = stream.read(len(LFS_POINTER))
     if start == LFS_POINTER:
-        raise _HeaderError("is a Git LFS pointer, not the weights", "run `git lfs pull` in that directory")
+        raise _PointerError("is a Git LFS pointer, not the weights")
     if len(start) < 8:
         raise _HeaderError(f"truncated: {file_bytes} bytes, less than the length of a header")
     (header_bytes,) = struct.unpack("<Q", start[:8])

@@ -23,7 +23,14 @@ from typing import TYPE_CHECKING, Any
 
 from hf_ptq.checkpoint.gguf import convert_gguf, demo_gguf_path, gguf_problems
 from hf_ptq.checkpoint.headers import Beginning, TensorEntry, some
-from hf_ptq.checkpoint.hub import fetch_headers, fetch_small_files, fetch_weights, is_hub_id, room_for_download
+from hf_ptq.checkpoint.hub import (
+    cache_problems,
+    fetch_headers,
+    fetch_small_files,
+    fetch_weights,
+    is_hub_id,
+    room_for_download,
+)
 from hf_ptq.checkpoint.room import Need
 from hf_ptq.checkpoint.weights import NOTHING, FoundWeights, ReadWeights, find_weights, read_weights
 from hf_ptq.errors import Problem, RunError, UserError, refuse_if_any
@@ -74,6 +81,10 @@ class Source:
         """Bytes of the weight files that are on the hub only."""
         return sum(beginning.file_bytes for beginning in self.elsewhere.values())
 
+    def download_problems(self) -> list[Problem]:
+        """Why its weights cannot be written where they would be downloaded to; for the rank that downloads them."""
+        return cache_problems(self.origin, self.directory) if self.elsewhere else []
+
     def needs(self) -> list[Need]:
         """What has to be free on the disk before its weights are here."""
         return [room_for_download(self.origin, self.directory, self.elsewhere)] if self.elsewhere else []
@@ -114,12 +125,13 @@ def open_source(
         refuse_if_any(check_source_cheaply(model))
     directory, commit = _resolve(model, path, revision, report)
     config, problems = _read_config(directory)
-    found, read = FoundWeights((), None), ReadWeights({}, (), ())
+    found, read, cure = FoundWeights((), None), ReadWeights({}, (), ()), ""
     as_found: dict[str, FileIdentity | None] = {}
     if _is_checkpoint(directory):
         if not path.is_dir() and commit is not None:
-            elsewhere = fetch_headers(model, commit, directory)
-        found = find_weights(directory, model, elsewhere)
+            on_hub = fetch_headers(model, commit, directory)
+            elsewhere, cure = on_hub.beginnings, on_hub.cure
+        found = find_weights(directory, model, elsewhere, cure)
         as_found = {file: file_identity(directory / file) for file in found.files}
         read = read_weights(directory, found, elsewhere)
         problems += [*found.problems, *read.problems]
@@ -134,7 +146,8 @@ def open_source(
 def download(source: Source) -> None:
     """Fetch the weight files that are on the hub only, of the commit that was opened; nothing for other sources.
 
-    Raises `UserError` where the disk has no room for them or the hub does not give them, `RunError` where it fails.
+    Raises `UserError` where the cache cannot be written to, the disk has no room or the hub does not give them,
+    `RunError` where it fails.
     """
     if source.elsewhere:
         assert source.commit is not None, "only a commit of the hub has files elsewhere"
@@ -148,11 +161,13 @@ def downloaded(source: Source) -> Source:
     found = find_weights(source.directory, source.origin)
     as_found = {file: file_identity(source.directory / file) for file in found.files}
     read = read_weights(source.directory, found)
-    if problems := [*found.problems, *read.problems]:
-        raise RunError(*problems)
-    if other := _differing_files(source.tensors, read.tensors):
-        what = f"{source.origin}: what was downloaded is not what the hub's headers said: {some(other)}"
-        raise RunError(Problem(what, f"remove these files from {source.directory}, and run again"))
+    problems, other = [*found.problems, *read.problems], _differing_files(source.tensors, read.tensors)
+    if problems or other:
+        reasons = some((problem.what for problem in problems), separator="; ") if problems else some(other)
+        what = f"{source.origin}: what was downloaded is not what the hub's headers said: {reasons}"
+        # In the hub's cache a file is a link: were only that removed, it would be made again.
+        contents = [str((source.directory / file).resolve()) for file in other or sorted(source.elsewhere)]
+        raise RunError(Problem(what, f"remove {', '.join(contents)}, and run again"))
     return replace(source, as_found=as_found, elsewhere={})
 
 

@@ -75,28 +75,31 @@ def is_plain_weights(name: str) -> bool:
     return name.endswith(".safetensors") and not name.startswith("consolidated") and "/" not in name
 
 
-def find_weights(directory: Path, model: str, elsewhere: Mapping[str, Beginning] = NOTHING) -> FoundWeights:
+def find_weights(
+    directory: Path, model: str, elsewhere: Mapping[str, Beginning] = NOTHING, cure: str = ""
+) -> FoundWeights:
     """The weight files of `directory`; `model` is what the user asked for, named in the messages.
 
-    `elsewhere`: files that count as being in the directory, by their names relative to it.
+    `elsewhere`: files that count as being in the directory, by their names relative to it. `cure`: of missing files,
+    where more is known than that the directory lacks them.
     """
     here = {path.name for path in directory.iterdir()} | set(elsewhere)
     top_level = sorted(filter(is_plain_weights, here))
     if INDEX_FILE in here:
-        return _indexed(directory, top_level, elsewhere)
+        return _indexed(directory, top_level, elsewhere, cure)
     if SINGLE_FILE in here:
         unread = [name for name in top_level if name != SINGLE_FILE]
         return FoundWeights((SINGLE_FILE,), None, notes=_unread_note(unread, SINGLE_FILE))
     if top_level:
         return FoundWeights(tuple(top_level), None)
-    return FoundWeights((), None, (_no_weights(directory, model, here),))
+    return FoundWeights((), None, (_no_weights(directory, model, here, cure),))
 
 
 def _unread_note(unread: Sequence[str], chosen: str) -> tuple[str, ...]:
     return (f"not read, since {chosen} decides: {some(unread)}",) if unread else ()
 
 
-def _no_weights(directory: Path, model: str, here: set[str]) -> Problem:
+def _no_weights(directory: Path, model: str, here: set[str], cure: str) -> Problem:
     pickled = sorted(name for name in here if name.endswith(PICKLED) and not name.startswith(NOT_WEIGHTS))
     if pickled:
         with_tokenizer = any(name.startswith(TOKENIZER_FILES) for name in here)
@@ -107,7 +110,7 @@ def _no_weights(directory: Path, model: str, here: set[str]) -> Problem:
     gguf = sorted(name for name in here if name.endswith(".gguf"))
     if gguf:
         return Problem(f"{directory} has no *.safetensors", f"name the GGUF file itself: {directory / gguf[0]}")
-    return Problem(f"{directory} has no weights: neither {INDEX_FILE} nor *.safetensors")
+    return Problem(f"{directory} has no weights: neither {INDEX_FILE} nor *.safetensors", cure)
 
 
 def read_weight_map(index: Path) -> Mapping[str, str] | Problem:
@@ -122,7 +125,7 @@ def read_weight_map(index: Path) -> Mapping[str, str] | Problem:
     return Problem(f"{index}: has no weight_map from tensors to files", "fetch it again")
 
 
-def _indexed(directory: Path, top_level: Sequence[str], elsewhere: Mapping[str, Beginning]) -> FoundWeights:
+def _indexed(directory: Path, top_level: Sequence[str], elsewhere: Mapping[str, Beginning], cure: str) -> FoundWeights:
     index = directory / INDEX_FILE
     weight_map = read_weight_map(index)
     if isinstance(weight_map, Problem):
@@ -139,7 +142,7 @@ def _indexed(directory: Path, top_level: Sequence[str], elsewhere: Mapping[str, 
         problems.append(Problem(f"{index}: names files that are not safetensors: {some(foreign)}"))
     if missing:
         what = f"{index}: {len(missing)} of the {len(named)} files it names are missing: {some(missing)}"
-        problems.append(Problem(what, "complete the download"))
+        problems.append(Problem(what, cure or "complete the download"))
     unread = [name for name in top_level if name not in good]
     return FoundWeights(tuple(good), weight_map, tuple(problems), _unread_note(unread, INDEX_FILE))
 

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from hf_ptq import sourcing
+from hf_ptq.checkpoint.headers import Beginning
 from hf_ptq.config import RunConfig
 from hf_ptq.distributed import agreement
 from hf_ptq.distributed.process_group import DistributedState, distributed_run
@@ -134,6 +136,22 @@ def see_source(state: DistributedState) -> Any:
     return str(sourcing.resolve(config(), state, silent()).directory)
 
 
+def weights_that_came(state: DistributedState, unseen_name: str | None = None) -> Any:
+    """The source after a download of its weights, which here were on the disk all the time."""
+    source = sourcing.resolve(config(), state, silent())
+    expected = replace(source, elsewhere={file: Beginning(file, b"", 1) for file in source.weight_files})
+
+    def fetch(state: DistributedState) -> Any:
+        fetched = sourcing.fetch_weights(state, expected, silent())
+        return [fetched.as_found == source.as_found, dict(fetched.elsewhere)]
+
+    real, sourcing.download = sourcing.download, lambda _: None
+    try:
+        return (unseen_by_rank_1(unseen_name, fetch) if unseen_name else fetch)(state)
+    finally:
+        sourcing.download = real
+
+
 def other_config_on_rank_1(state: DistributedState) -> Any:
     return str(sourcing.resolve(config(calib_seq=512 + state.rank), state, silent()).directory)
 
@@ -181,6 +199,9 @@ CASES: dict[str, Case] = {
     "an unseen export": unseen_by_rank_1(".hf-ptq-probe", see_export),
     "see the source": see_source,
     "an unseen source": unseen_by_rank_1("config.json", see_source),
+    "unseen weights": unseen_by_rank_1("model.safetensors", see_source),
+    "weights that came": weights_that_came,
+    "unseen weights that came": lambda state: weights_that_came(state, "model.safetensors"),
     "another config": other_config_on_rank_1,
     "destination": destination,
     "failing destination": failing_destination,

@@ -84,6 +84,16 @@ def test_paths_that_a_node_does_not_see_are_refused_by_its_name(told):
     )
 
 
+def test_weights_that_a_node_does_not_see_are_refused_by_its_name(told):
+    """Before a run, where they are on the disk, and after a download."""
+    assert both(told, "weights that came") == [True, {}]
+    for case, step in (("unseen weights", "see the source"), ("unseen weights that came", "see the weights")):
+        assert re.match(
+            rf"UserError: {re.escape(RANK_1)}, step '{step}': the source: .*/model\.safetensors is not seen on this node",
+            str(both(told, case)),
+        )
+
+
 def test_an_export_directory_of_all_ranks(told):
     assert both(told, "destination") == ["of-rank-0", "of-rank-1"]
     assert both(told, "failing destination") == []

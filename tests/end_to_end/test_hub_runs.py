@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
-from local_hub import COMMIT, REPO, Hub, files_of
+from local_hub import COMMIT, REPO, Hub, files_of, use
 from rich.console import Console
 from tiny import load_tensors, raw
 
 from hf_ptq.checkpoint import hub as hub_module
 from hf_ptq.checkpoint import room as room_module
-from hf_ptq.checkpoint.source import downloaded, open_source
+from hf_ptq.checkpoint.source import download, downloaded, open_source
 from hf_ptq.checkpointing import load
 from hf_ptq.distributed.plan import Plan
 from hf_ptq.errors import RunError, UserError
@@ -35,11 +36,7 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         files = files_of(source)
         files["config.json"] = json.dumps(json.loads(files["config.json"]) | config).encode()
         made.append(Hub(files))
-        monkeypatch.setattr(constants, "ENDPOINT", made[0].url)
-        template = made[0].url + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        use(made[0], tmp_path / "cache", monkeypatch)
         return made[0]
 
     yield start
@@ -63,7 +60,7 @@ REFUSALS: dict[str, tuple[dict, dict, str]] = {
     "already quantized": ({"quantization_config": {"quant_method": "fp8"}}, {}, "quantized sources are not read"),
     "unknown architecture": ({"model_type": "nobody", "auto_map": None}, {}, "does not know the model_type 'nobody'"),
     "other shapes": ({"intermediate_size": 95}, {}, "95"),
-    "a recipe for nothing": ({}, {"recipe": "nothing.yaml"}, "quantizes nothing"),
+    "a recipe for nothing": ({}, {"recipe": "nothing.yaml"}, "gives no weight a format"),
     "no room": ({}, {}, "the download of org/name needs"),
 }
 
@@ -107,6 +104,48 @@ def test_no_room_says_how_much_is_missing_and_for_what(tiny, serve, quantize, tm
     export = int(re.search(r"the export needs [\d.]+ .?B \(([\d,]+) bytes\)", problem.what)[1].replace(",", ""))
     assert f"({size + export - free:,} bytes) are missing" in problem.what
     assert "set HF_HOME" in problem.cure
+
+
+def test_the_download_itself_looks_for_room_too(tiny, serve, monkeypatch):
+    hub = serve(tiny("llama"))
+    source = open_source(REPO, None, False, silent())
+    fail_room(monkeypatch)
+    with pytest.raises(UserError, match=r"the download of org/name needs .* are missing"):
+        download(source)
+    assert hub.weights_given() == []
+
+
+def close(monkeypatch: pytest.MonkeyPatch, closed: Path) -> None:
+    """Let no directory below `closed` be written to, as in a cache that somebody else owns; root may write anywhere."""
+    may = os.access
+    refuse = lambda path, mode: not (mode & os.W_OK and Path(path).is_relative_to(closed)) and may(path, mode)  # noqa: E731
+    monkeypatch.setattr(os, "access", refuse)
+
+
+@pytest.mark.parametrize("closed", ["models--org--name", f"models--org--name/snapshots/{COMMIT}", ".locks"])
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_a_cache_that_cannot_be_written_to_is_refused_before_the_plan(
+    closed, dry_run, tiny, serve, quantize, tmp_path, monkeypatch
+):
+    hub, cache = serve(tiny("llama")), tmp_path / "cache"
+    source = open_source(REPO, None, False, silent())
+    (cache / closed).mkdir(exist_ok=True)
+    close(monkeypatch, cache / closed)
+    for attempt in (lambda: quantize(REPO, name="out", dry_run=dry_run), lambda: download(source)):
+        with pytest.raises(UserError) as caught:
+            attempt()
+        (problem,) = caught.value.problems
+        assert problem.what.startswith("the weights of org/name are to be downloaded, and this cannot be written to: ")
+        assert str(cache / closed) in problem.what
+        assert problem.cure == "set HF_HOME to a directory that can be written to"
+    assert hub.weights_given() == []
+
+
+def test_a_full_cache_need_not_be_written_to(tiny, serve, quantize, tmp_path, monkeypatch):
+    serve(tiny("llama"))
+    quantize(REPO, name="first")
+    close(monkeypatch, tmp_path / "cache")
+    quantize(REPO, name="second", dry_run=True)
 
 
 def test_a_dry_run_tells_the_size_of_the_download_and_downloads_no_weights(tiny, serve, quantize, tmp_path):
@@ -153,6 +192,59 @@ def test_headers_from_the_hub_are_those_on_the_disk(first_bytes, knows_ranges, t
     assert beginning.start == hub.files["model.safetensors"][: header_bytes(beginning.start)]
 
 
+FAULTS = ["cut", "stall", "short"]
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.2)
+    monkeypatch.setattr(hub_module, "RETRY_SECONDS", (0.0, 0.0))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_range_that_breaks_once_is_asked_for_again(fault, tiny, serve, impatient):
+    hub = serve(tiny("llama"))
+    hub.faults = [fault]
+    source, local = open_source(REPO, None, False, silent()), open_source(str(tiny("llama")), None, False, silent())
+    assert list(source.tensors.items()) == list(local.tensors.items())
+    assert hub.faults == []
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_range_that_breaks_again_and_again_ends_the_run(fault, tiny, serve, impatient):
+    hub = serve(tiny("llama"))
+    hub.faults = [fault] * 100
+    with pytest.raises(RunError) as caught:
+        open_source(REPO, None, False, silent())
+    (problem,) = caught.value.problems
+    asked = min(hub_module.FIRST_BYTES, len(hub.files["model.safetensors"]))
+    assert problem.what.startswith(f"model.safetensors of {REPO} on the hub: it sent 20 of {asked} bytes asked for")
+    assert problem.cure.startswith("try again")
+    assert len(hub.faults) == 97
+
+
+@pytest.mark.parametrize("status", [403, 416])
+def test_a_hub_that_gives_no_ranges_of_a_file(status, tiny, serve):
+    hub = serve(tiny("llama"))
+    hub.faults = [status] * 100
+    with pytest.raises(RunError, match=rf"fetching {REPO} failed: .*{status}"):
+        open_source(REPO, None, False, silent())
+    assert len(hub.faults) == 99
+
+
+@pytest.mark.parametrize("missing_bytes", [1, 4, 7, 8])
+def test_a_header_of_which_few_bytes_are_missing_after_the_first_request(missing_bytes, tiny, serve, monkeypatch):
+    hub = serve(tiny("llama"))
+    end = header_bytes(hub.files["model.safetensors"])
+    monkeypatch.setattr(hub_module, "FIRST_BYTES", end - missing_bytes)
+    source, local = open_source(REPO, None, False, silent()), open_source(str(tiny("llama")), None, False, silent())
+    assert list(source.tensors.items()) == list(local.tensors.items())
+    assert [(first, count) for _, first, count in hub.ranges] == [
+        (0, end - missing_bytes),
+        (end - missing_bytes, missing_bytes),
+    ]
+
+
 def test_a_damaged_file_is_named_before_it_is_downloaded(tiny, serve):
     hub = serve(tiny("llama"))
     hub.files["model.safetensors"] = hub.files["model.safetensors"][:-10]
@@ -171,13 +263,33 @@ def test_files_that_another_commit_has_are_not_downloaded_again(tiny, serve, qua
     assert hub.weights_given() == ["model.safetensors"]
 
 
-def test_a_download_that_is_not_what_was_planned_with(tiny, serve):
+SPOILED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "other names": (lambda body: body.replace(b"up_proj", b"xy_proj"), "model.safetensors"),
+    "a part": (lambda body: body[:-10], "truncated: "),
+    "a page": (lambda _: b"<html>busy</html>" * 100, "corrupt: "),
+}
+
+
+@pytest.mark.parametrize("case", SPOILED)
+def test_a_download_that_is_not_what_was_planned_with_can_be_made_again(case, tiny, serve):
+    spoil, reason = SPOILED[case]
     hub = serve(tiny("llama"))
     source = open_source(REPO, None, False, silent())
-    body = hub.files["model.safetensors"]
-    (source.directory / "model.safetensors").write_bytes(body.replace(b"up_proj", b"xy_proj"))
-    with pytest.raises(RunError, match=r"not what the hub's headers said: model\.safetensors"):
+    download(source)
+    file = source.directory / "model.safetensors"
+    blob = file.resolve()
+    blob.write_bytes(spoil(hub.files["model.safetensors"]))
+    with pytest.raises(RunError) as caught:
         downloaded(source)
+    (problem,) = caught.value.problems
+    assert problem.what.startswith(f"{REPO}: what was downloaded is not what the hub's headers said: ")
+    assert reason in problem.what
+    assert problem.cure == f"remove {blob}, and run again"
+    blob.unlink()
+    again = open_source(REPO, None, False, silent())
+    download(again)
+    assert downloaded(again).tensors == source.tensors
+    assert hub.weights_given() == ["model.safetensors"] * 2
 
 
 def test_the_library_downloads_what_it_loads(tiny, serve):
